@@ -1,0 +1,150 @@
+"""Pooling by Multihead Attention over jagged events, in MXFP8."""
+
+import torch
+from torch import Tensor, nn
+
+from pma.checks import UnsupportedError, check_choice, check_positive_int, check_same_device
+from pma.functional import PMAWeights, pooled_attention, pooled_attention_unquantized
+from pma.jagged import JaggedInput, to_values_and_offsets
+from pma.layouts import BLOCK
+from pma.modules.layers import Projection, RMSNorm
+from pma.numerics import AttentionNumerics
+from pma.ops import backends
+from pma.ops.autograd import PMAConfig
+
+PRECISIONS = ("mxfp8", "bf16", "fp32")
+SEEDS_STD = 0.02
+
+
+class PMA(nn.Module):
+    """Pool each segment's events into `num_seeds` vectors: learned seeds attend over the segment.
+
+        x = RMSNorm(events);  q = RMSNorm(seeds) Wqᵀ;  k = x Wkᵀ;  v = x  (or x Wvᵀ)
+        out[b] = softmax(q k_bᵀ / sqrt(D)) v_b      for each head of width D = embed_dim / num_heads
+
+    Args:
+        embed_dim: E, a multiple of 32.
+        num_heads: H; embed_dim / num_heads must be a multiple of 32.
+        num_seeds: S, any positive number.
+        value_projection: project the values too (otherwise they are the normalised events).
+        norm_eps: added to the mean square of both norms; 0 is allowed.
+        precision: "mxfp8", or "bf16" / "fp32": the same mathematics without block scales (plain PyTorch).
+        numerics: rounding choices of "mxfp8"; None takes the backend's own record.
+        backend: "auto" (kernels where the device has them, else the reference), "reference", "sm90", "sm100".
+        device, dtype: of the parameters.
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind or value.
+        UnsupportedError: a width that no backend serves, or a named backend that cannot serve.
+
+    Example:
+        >>> pool = pma.PMA(embed_dim=64, num_heads=2, num_seeds=4)
+        >>> pool(torch.randn(7, 64), torch.tensor([0, 3, 3, 7])).shape
+        torch.Size([3, 4, 64])
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, num_seeds: int, *, value_projection: bool = False,
+        norm_eps: float = 1e-6, precision: str = "mxfp8", numerics: AttentionNumerics | None = None,
+        backend: str = "auto", device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        _check_widths(embed_dim, num_heads, num_seeds)
+        check_choice("precision", precision, PRECISIONS)
+        backends.check_backend(backend)
+        if norm_eps < 0:
+            raise ValueError(f"norm_eps must be at least 0, got {norm_eps}")
+        if numerics is not None and not isinstance(numerics, AttentionNumerics):
+            raise TypeError(f"numerics must be a pma.AttentionNumerics or None, got {type(numerics).__name__}")
+        self.embed_dim, self.num_heads, self.num_seeds = embed_dim, num_heads, num_seeds
+        self.norm_eps, self.precision, self.backend = norm_eps, precision, backend
+        self.numerics = AttentionNumerics() if numerics is None else numerics
+        self._numerics_token = self.numerics.token()
+        like = {"device": device, "dtype": dtype}
+        self.seed_embs = nn.Parameter(torch.empty(num_seeds, embed_dim, **like))
+        self.query_norm = RMSNorm(embed_dim, norm_eps, **like)
+        self.query_proj = Projection(embed_dim, **like)
+        self.key_norm = RMSNorm(embed_dim, norm_eps, **like)
+        self.key_proj = Projection(embed_dim, **like)
+        self.value_proj = Projection(embed_dim, **like) if value_projection else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the seeds again (std 0.02); children have `reset_parameters` of their own."""
+        nn.init.normal_(self.seed_embs, std=SEEDS_STD)
+
+    def forward(self, events: JaggedInput, offsets: Tensor | None = None, *, max_length: int | None = None) -> Tensor:
+        """Pool `events`.
+
+        Args:
+            events: [T, E] float with `offsets`; or a TorchRec JaggedTensor (its weights are not used); or a
+                torch.nested tensor [B, j, E] of jagged layout without holes. Any strides and storage offset.
+            offsets: [B+1] int32 or int64, on the device of events: segment b is rows offsets[b] … offsets[b+1] − 1.
+                Not read on the host; `pma.validate_offsets` checks the values.
+            max_length: an upper bound of the lengths, only a hint: no result depends on it.
+        Returns:
+            [B, S, E] contiguous, in the dtype of events, or autocast's where that is on; 0 for empty segments.
+            Rows of events outside the offsets reach no result and get gradient 0.
+        Raises:
+            TypeError, ValueError: wrong type, dtype, rank, size or device.    UnsupportedError: nested with holes.
+        Note: no host sync; differentiable once.
+        """
+        values, offsets = to_values_and_offsets(events, offsets, embed_dim=self.embed_dim)
+        check_same_device("events", values, "the parameters", self.seed_embs)
+        if torch.is_autocast_enabled(values.device.type):
+            values = values.to(torch.get_autocast_dtype(values.device.type))
+        weights = PMAWeights(
+            self.seed_embs,
+            self.query_norm.weight,
+            self.query_proj.weight,
+            self.key_norm.weight,
+            self.key_proj.weight,
+            None if self.value_proj is None else self.value_proj.weight,
+        )
+        config = self.config(values.dtype)
+        if self.precision == "mxfp8":
+            return pooled_attention(values, offsets, weights, config)
+        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
+        if values.dtype == torch.float64 and self.precision == "fp32":
+            dtype = torch.float64
+        return pooled_attention_unquantized(values, offsets, weights, config, dtype)
+
+    def config(self, out_dtype: torch.dtype) -> PMAConfig:
+        """Static facts of this module for `pma.functional`."""
+        record = self.numerics
+        return PMAConfig(
+            num_heads=self.num_heads,
+            norm_eps=self.norm_eps,
+            numerics=self._numerics_token,
+            dp_operands=record.dp_operands,
+            columns_per_scale=record.columns_per_scale(self.embed_dim // self.num_heads),
+            projection_columns_per_scale=self.embed_dim if record.uniform_scales else BLOCK,
+            headroom_exponent=record.headroom_exponent,
+            k_smoothing=record.k_smoothing,
+            out_dtype=out_dtype,
+        )
+
+    def backend_report(self) -> dict[str, str]:
+        """Operator → the implementation that serves it and why; `numerics` and `precision` are named too."""
+        if self.precision != "mxfp8":
+            return {"precision": f"{self.precision}: reference without quantisation, plain PyTorch"}
+        return {"precision": "mxfp8", "numerics": repr(self.numerics)} | backends.report(self.backend)
+
+    def extra_repr(self) -> str:
+        return (
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_seeds={self.num_seeds}, "
+            f"precision={self.precision!r}, backend={self.backend!r}"
+        )
+
+
+def _check_widths(embed_dim: int, num_heads: int, num_seeds: int) -> None:
+    check_positive_int("embed_dim", embed_dim)
+    check_positive_int("num_heads", num_heads)
+    check_positive_int("num_seeds", num_seeds)
+    if embed_dim % num_heads:
+        raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
+    head_dim = embed_dim // num_heads
+    if embed_dim % BLOCK or head_dim % BLOCK:
+        raise UnsupportedError(
+            f"embed_dim must be a multiple of 32 and embed_dim / num_heads one of 32, 64, 96, 128, … "
+            f"(a multiple of 32), got embed_dim={embed_dim}, num_heads={num_heads} (head width {head_dim})"
+        )

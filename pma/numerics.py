@@ -1,0 +1,111 @@
+"""AttentionNumerics: every numerical choice of MXFP8 attention in one record, read by reference, kernels and tests.
+
+Sources: the MXFP8 FlashAttention-4 report (block scales of P and dS, fp16 dQ) and the P-cast paper (static scale
+2^8, reverse key order, closed-form underflow threshold). DESIGN.md gives the evidence behind each default.
+"""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from pma.checks import check_choice
+
+E4M3_MAX = 448.0
+E4M3_MIN_ROUNDED_UP = 2.0**-10  # half of the least subnormal 2^-9: what is not larger rounds to zero
+
+
+@dataclass(frozen=True)
+class AttentionNumerics:
+    """Rounding choices of one attention; frozen and hashable. Exponents are powers of two ("log2").
+
+    Attributes:
+        kv_tile: events of one softmax step; P is cast relative to the running maximum, so bits depend on it.
+        kv_order: "reverse" takes the last tile of a segment first (no P underflow behind an attention sink).
+        p_cast: "static" multiplies P by 2^p_scale_log2; "block" takes one scale for 32 events of a row.
+        p_scale_log2: exponent of the static P scale, forward and (plus t) backward.
+        p_cast_backward: "row_sum" casts P·2^(p_scale_log2 + t), t = min over 32 seeds of ⌊log2 l⌋; "block" takes
+            the amax of each [32, 32] block.
+        rescale_threshold_log2: the running maximum moves only when exceeded by more than this (0: always exact).
+        denominator: "fp32" sums P before the cast, "quantized" after it (weights then sum to one exactly).
+        dq_accumulation: "fp32", or "fp16" with the static scale 2^dq_scale_log2.
+        dp_operands: "mxfp8", or "bf16": dP from the unquantised bf16 dO and the dequantised V.
+        k_smoothing: subtract each segment's mean key before quantising (softmax does not change).
+        repeated_max_guard: raise the running maximum by half an octave when it occurs more than once in a tile.
+        uniform_scales: one scale for all of a head's columns in 32 rows (the Hopper contract), else [32, 32] blocks.
+        headroom_exponent: added to the scale exponents of Q and K (their amax lands 2^this lower).
+    """
+
+    kv_tile: int = 128
+    kv_order: Literal["reverse", "forward"] = "reverse"
+    p_cast: Literal["static", "block"] = "static"
+    p_scale_log2: int = 8
+    p_cast_backward: Literal["row_sum", "block"] = "row_sum"
+    rescale_threshold_log2: float = 0.0
+    denominator: Literal["fp32", "quantized"] = "fp32"
+    dq_accumulation: Literal["fp32", "fp16"] = "fp32"
+    dq_scale_log2: int = 9
+    dp_operands: Literal["mxfp8", "bf16"] = "mxfp8"
+    k_smoothing: bool = False
+    repeated_max_guard: bool = False
+    uniform_scales: bool = False
+    headroom_exponent: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("kv_order", self.kv_order, ("reverse", "forward"))
+        check_choice("p_cast", self.p_cast, ("static", "block"))
+        check_choice("p_cast_backward", self.p_cast_backward, ("row_sum", "block"))
+        check_choice("denominator", self.denominator, ("fp32", "quantized"))
+        check_choice("dq_accumulation", self.dq_accumulation, ("fp32", "fp16"))
+        check_choice("dp_operands", self.dp_operands, ("mxfp8", "bf16"))
+        if self.kv_tile < 32 or self.kv_tile % 32:
+            raise ValueError(f"kv_tile must be a positive multiple of 32, got {self.kv_tile}")
+        if self.rescale_threshold_log2 < 0:
+            raise ValueError(f"rescale_threshold_log2 must be at least 0, got {self.rescale_threshold_log2}")
+        if self.p_cast == "static" and self.p_scale_log2 + self.rescale_threshold_log2 > math.log2(E4M3_MAX):
+            raise ValueError(
+                "p_scale_log2 + rescale_threshold_log2 must be at most log2(448) = 8.807, so that P fits E4M3, got "
+                f"{self.p_scale_log2} + {self.rescale_threshold_log2}"
+            )
+
+    def token(self) -> str:
+        """The record as one string, for operator schemas; only what differs from the defaults is written."""
+        changed = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+        }
+        return json.dumps(changed, sort_keys=True)
+
+    @classmethod
+    def from_token(cls, token: str) -> "AttentionNumerics":
+        """The record that `token()` wrote."""
+        return cls(**json.loads(token))
+
+    def columns_per_scale(self, head_dim: int) -> int:
+        """Columns of Q, K, V that share one scale: 32, or a whole head with uniform scales."""
+        return head_dim if self.uniform_scales else 32
+
+
+def underflow_threshold(p_scale: float, sink_block_shift: float = 1.0) -> float:
+    """Sink strength Δ_c = 6.93 + ln S − δ_k, above which the typical non-sink P underflows in forward key order.
+
+    A P at distance x below the running maximum becomes zero when S·exp(−x) <= 2^-10, so x = 10 ln 2 + ln S.
+
+    Args:
+        p_scale: S, the factor on P before the cast.    sink_block_shift: δ_k, natural-log units: the expected
+            maximum of the scores that share the sink's tile (about 1 for four sink events).
+    Returns:
+        Δ_c in natural-log score units.
+    """
+    return -math.log(E4M3_MIN_ROUNDED_UP) + math.log(p_scale) - sink_block_shift
+
+
+def underflow_fraction(sink_strength: float, p_scale: float, sink_block_shift: float = 1.0) -> float:
+    """Fraction Φ(Δ − Δ_c) of non-sink P that becomes zero in forward key order, for unit-normal scores.
+
+    Args:
+        sink_strength: Δ, how far the sink's mean score lies above the others', natural-log units.
+        p_scale, sink_block_shift: as in `underflow_threshold`.
+    """
+    distance = sink_strength - underflow_threshold(p_scale, sink_block_shift)
+    return 0.5 * (1.0 + math.erf(distance / math.sqrt(2.0)))

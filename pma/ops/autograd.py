@@ -1,0 +1,111 @@
+"""The differentiable boundary: what is differentiable in PMA goes through one of the two functions below."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from pma.ops import operators as ops
+
+
+class PMAConfig(NamedTuple):
+    """Static facts of one module, all plain values so that compilers can guard on them."""
+
+    num_heads: int
+    norm_eps: float
+    numerics: str  # AttentionNumerics.token()
+    dp_operands: str
+    columns_per_scale: int  # of Q, K, V and their gradients
+    projection_columns_per_scale: int  # of x and the weights
+    headroom_exponent: int  # of Q and K
+    k_smoothing: bool
+    out_dtype: torch.dtype
+
+
+class PMAFunction(torch.autograd.Function):
+    """Events → pooled events in MXFP8: norms, projections and attention with FP8 between all of them."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, events: Tensor, offsets: Tensor, seeds: Tensor, query_norm: Tensor, query_proj: Tensor,
+        key_norm: Tensor, key_proj: Tensor, value_proj: Tensor | None, config: PMAConfig,
+    ) -> Tensor:  # fmt: skip
+        c, wide = config, config.projection_columns_per_scale
+        seed_offsets, weight_offsets = _one_segment(seeds), _one_segment(query_proj)
+        wq, wk = (ops.quantize(w, weight_offsets, wide) for w in (query_proj, key_proj))
+        xq, xq_scales, seeds_rstd = ops.rmsnorm_quantize(seeds, query_norm, seed_offsets, c.norm_eps, wide)
+        x, x_scales, rstd = ops.rmsnorm_quantize(events, key_norm, offsets, c.norm_eps, wide)
+        narrow = (c.columns_per_scale, c.headroom_exponent)
+        q = ops.gemm_quantize(xq, xq_scales, *wq, seed_offsets, *narrow, False)
+        k = ops.gemm_quantize(x, x_scales, *wk, offsets, *narrow, c.k_smoothing)
+        wv, v = (None, None), (x, x_scales)
+        if value_proj is not None:
+            wv = ops.quantize(value_proj, weight_offsets, wide)
+            v = ops.gemm_quantize(x, x_scales, *wv, offsets, c.columns_per_scale, 0, False)
+        sizes = (seeds.shape[0], c.num_heads)
+        out, lse, row_sum_log2 = ops.attention_forward(*q, *k, *v, offsets, *sizes, c.numerics, c.out_dtype)
+        saved_v = v if value_proj is not None else (None, None)
+        ctx.save_for_backward(
+            events, offsets, seeds, query_norm, key_norm, seeds_rstd, rstd, out, lse, row_sum_log2,
+            xq, xq_scales, x, x_scales, *q, *k, *saved_v, *wq, *wk, *wv,
+        )  # fmt: skip
+        ctx.config = config
+        ctx.projection_dtype = query_proj.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        c: PMAConfig = ctx.config
+        (
+            events, offsets, seeds, query_norm, key_norm, seeds_rstd, rstd, out, lse, row_sum_log2,
+            xq, xq_scales, x, x_scales, q, q_scales, k, k_scales, v, v_scales, wq, wq_scales, wk, wk_scales,
+            wv, wv_scales,
+        ) = ctx.saved_tensors  # fmt: skip
+        has_value_projection = v is not None
+        if not has_value_projection:
+            v, v_scales = x, x_scales
+        seed_offsets = _one_segment(seeds)
+        do, do_scales, delta = ops.quantize_dout(dout, out, c.num_heads, c.columns_per_scale, c.dp_operands)
+        dq, dk, dk_scales, dv, dv_scales = ops.attention_backward(
+            q, q_scales, k, k_scales, v, v_scales, offsets, do, do_scales, dout, delta, lse, row_sum_log2,
+            seeds.shape[0], c.num_heads, c.numerics,
+        )  # fmt: skip
+        dx_dtype = torch.bfloat16 if events.dtype == torch.bfloat16 else torch.float32
+        dx = ops.gemm(dk, dk_scales, wk, wk_scales, offsets, dx_dtype)
+        dwk = ops.weight_grad(dk, dk_scales, x, x_scales, offsets)
+        dwv, added = None, (dv, dv_scales)
+        if has_value_projection:
+            dx = dx + ops.gemm(dv, dv_scales, wv, wv_scales, offsets, dx_dtype)
+            dwv = ops.weight_grad(dv, dv_scales, x, x_scales, offsets).to(ctx.projection_dtype)
+            added = (None, None)
+        devents, dkey_norm = ops.rmsnorm_backward(dx, *added, events, key_norm, rstd, offsets)
+        with torch.autocast(dq.device.type, enabled=False):  # small products, in float32 always
+            dwq = dq.t() @ ops.dequantize(xq, xq_scales, seed_offsets)
+            dxq = dq @ ops.dequantize(wq, wq_scales, _one_segment(wq))
+        dseeds, dquery_norm = ops.rmsnorm_backward(dxq, None, None, seeds, query_norm, seeds_rstd, seed_offsets)
+        dwq, dwk = dwq.to(ctx.projection_dtype), dwk.to(ctx.projection_dtype)
+        dquery_norm, dkey_norm = dquery_norm.to(query_norm.dtype), dkey_norm.to(key_norm.dtype)
+        return devents, None, dseeds, dquery_norm, dwq, dkey_norm, dwk, dwv, None
+
+
+class PlainAttentionFunction(torch.autograd.Function):
+    """Jagged attention without block scales, in the dtype of its operands."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_heads: int) -> Tensor:
+        out, lse = ops.plain_attention_forward(q, k, v, offsets, num_heads)
+        ctx.save_for_backward(q, k, v, offsets, out, lse)
+        ctx.num_heads = num_heads
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, offsets, out, lse = ctx.saved_tensors
+        dq, dk, dv = ops.plain_attention_backward(dout, q, k, v, offsets, out, lse, ctx.num_heads)
+        return dq, dk, dv, None, None
+
+
+def _one_segment(rows: Tensor) -> Tensor:
+    """Offsets of a matrix that is one segment: [0, number of rows]."""
+    return torch.arange(2, device=rows.device) * rows.shape[0]

@@ -1,0 +1,153 @@
+"""Reference implementation of every `pma` operator: the schemas of `pma/ops/operators.py`, in eager PyTorch.
+
+Arguments, results and units are documented there; these functions put the pieces of this package together.
+"""
+
+import torch
+from torch import Tensor
+
+from pma import layouts
+from pma.layouts import MXFP8Tensor
+from pma.numerics import AttentionNumerics
+from pma.reference import attention, norm, projection
+from pma.reference.attention import AttentionShape, BackwardInputs, Operands
+from pma.reference.rounding import MXFP8Rounding, PlainRounding
+
+
+def rmsnorm_quantize(
+    values: Tensor, weight: Tensor, offsets: Tensor, eps: float, columns_per_scale: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    normalised, rstd = norm.rmsnorm(values, weight, eps)
+    data, scales = layouts.quantize(normalised, offsets, columns_per_scale=columns_per_scale)
+    return data, scales, rstd
+
+
+def quantize(values: Tensor, offsets: Tensor, columns_per_scale: int) -> tuple[Tensor, Tensor]:
+    return tuple(layouts.quantize(values, offsets, columns_per_scale=columns_per_scale))
+
+
+def quantize_dout(
+    dout: Tensor, out: Tensor, num_heads: int, columns_per_scale: int, dp_operands: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_segments, num_seeds, embed_dim = dout.shape
+    rows = dout.reshape(-1, embed_dim)
+    offsets = torch.arange(num_segments + 1, device=dout.device) * num_seeds
+    data, scales = layouts.quantize(rows, offsets, columns_per_scale=columns_per_scale)
+    seen = rows.bfloat16() if dp_operands == "bf16" else layouts.dequantize(data, scales, offsets)
+    products = seen.double() * out.reshape(-1, embed_dim).double()
+    delta = products.view(-1, num_heads, embed_dim // num_heads).sum(-1).float()
+    return data, scales, delta
+
+
+def dequantize(data: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
+    return layouts.dequantize(data, scales, offsets)
+
+
+def scatter_scales(scales: Tensor, offsets: Tensor, total_rows: int, direction: str) -> Tensor:
+    return layouts.scatter_scales(scales, offsets, total_rows, direction)
+
+
+def gemm_quantize(
+    x: MXFP8Tensor, weight: MXFP8Tensor, offsets: Tensor, columns_per_scale: int, headroom_exponent: int,
+    k_smoothing: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    values = projection.linear(layouts.dequantize(*x, offsets), _dense(weight))
+    if k_smoothing:
+        values = projection.subtract_segment_means(values, offsets)
+    return tuple(
+        layouts.quantize(
+            values, offsets, columns_per_scale=columns_per_scale, headroom_exponent=headroom_exponent
+        )
+    )
+
+
+def gemm(x: MXFP8Tensor, weight: MXFP8Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return projection.linear(layouts.dequantize(*x, offsets), _dense(weight).t()).to(out_dtype)
+
+
+def weight_grad(dout: MXFP8Tensor, x: MXFP8Tensor, offsets: Tensor) -> Tensor:
+    return projection.weight_grad(layouts.dequantize(*dout, offsets), layouts.dequantize(*x, offsets))
+
+
+def attention_forward(
+    q: MXFP8Tensor, k: MXFP8Tensor, v: MXFP8Tensor, offsets: Tensor, shape: AttentionShape, numerics: str,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    operands = _operands(q, k, v, offsets, shape)
+    rounding = MXFP8Rounding(AttentionNumerics.from_token(numerics))
+    out, lse, row_sum_log2 = attention.attention_forward(operands, shape, rounding)
+    return out.to(out_dtype), lse, row_sum_log2
+
+
+def attention_backward(
+    q: MXFP8Tensor, k: MXFP8Tensor, v: MXFP8Tensor, offsets: Tensor, dout: MXFP8Tensor, saved: BackwardInputs,
+    shape: AttentionShape, numerics: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`saved.dout` is the unquantised dO here; it is used only with dp_operands="bf16"."""
+    operands, record = _operands(q, k, v, offsets, shape), AttentionNumerics.from_token(numerics)
+    dout_offsets = torch.arange(offsets.shape[0], device=offsets.device) * shape.num_seeds
+    dequantized = layouts.dequantize(*dout, dout_offsets)
+    dp_dout = saved.dp_dout.bfloat16().float() if record.dp_operands == "bf16" else dequantized
+    inputs = saved._replace(dout=dequantized, dp_dout=dp_dout)
+    dq, dk, dv = attention.attention_backward(operands, inputs, shape, MXFP8Rounding(record))
+    columns = record.columns_per_scale(k.data.shape[1] // shape.num_heads)
+    quantized_dk = layouts.quantize(dk, offsets, columns_per_scale=columns)
+    quantized_dv = layouts.quantize(dv, offsets, columns_per_scale=columns)
+    return dq, *quantized_dk, *quantized_dv
+
+
+def rmsnorm_backward(
+    dy: Tensor, dv: MXFP8Tensor | None, values: Tensor, weight: Tensor, rstd: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    total = dy.float()
+    if dv is not None:
+        total = total + layouts.dequantize(*dv, offsets)
+    return norm.rmsnorm_backward(total, values, weight, rstd, offsets)
+
+
+def plain_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_heads: int
+) -> tuple[Tensor, Tensor]:
+    operands, dtype = _plain(q, k, v, offsets), q.dtype
+    shape = AttentionShape(q.shape[0], num_heads)
+    out, lse, _ = attention.attention_forward(operands, shape, PlainRounding(dtype))
+    return out.to(dtype), lse
+
+
+def plain_attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, out: Tensor, lse: Tensor, num_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    operands, dtype = _plain(q, k, v, offsets), q.dtype
+    shape = AttentionShape(q.shape[0], num_heads)
+    rows = dout.reshape(-1, dout.shape[-1]).to(operands.q.dtype)
+    products = rows.double() * out.reshape(rows.shape).double()
+    delta = products.view(rows.shape[0], num_heads, -1).sum(-1).to(rows.dtype)
+    inputs = BackwardInputs(rows, delta, lse, torch.zeros_like(lse, dtype=torch.int32), rows)
+    grads = attention.attention_backward(operands, inputs, shape, PlainRounding(dtype))
+    return tuple(g.to(dtype) for g in grads)
+
+
+def _dense(matrix: MXFP8Tensor) -> Tensor:
+    return layouts.dequantize(*matrix, _one_segment(matrix.data))
+
+
+def _one_segment(rows: Tensor) -> Tensor:
+    return torch.arange(2, device=rows.device) * rows.shape[0]
+
+
+def _operands(
+    q: MXFP8Tensor, k: MXFP8Tensor, v: MXFP8Tensor, offsets: Tensor, shape: AttentionShape
+) -> Operands:
+    q_segments = q.data.shape[0] // shape.num_seeds
+    q_offsets = torch.arange(q_segments + 1, device=q.data.device) * shape.num_seeds
+    return Operands(
+        layouts.dequantize(*q, q_offsets),
+        layouts.dequantize(*k, offsets),
+        layouts.dequantize(*v, offsets),
+        offsets,
+    )
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Operands:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return Operands(q.to(dtype), k.to(dtype), v.to(dtype), offsets)
