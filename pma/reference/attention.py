@@ -103,7 +103,7 @@ def attention_forward(operands: Operands, shape: AttentionShape, rounding: Round
     total = (row_sum if numerics.denominator == "fp32" else rounded_sum).to(k.dtype)[..., None].double()
     out = torch.where(total == 0, 0.0, out / total).to(k.dtype)
     sums = row_sum.to(k.dtype)
-    lse = final_max * (1.0 / math.sqrt(head_dim)) + sums.log()
+    lse = (final_max.double() / math.sqrt(head_dim) + sums.double().log()).to(k.dtype)
     return ForwardResult(out.transpose(1, 2).flatten(2), lse, _floor_log2(sums))
 
 
@@ -126,7 +126,7 @@ def attention_backward(
         for chunk in _chunks(operands, shape, tiles, numerics.kv_tile):
             scores, of = _scores(chunk, k.dtype), chunk.segment
             exponent = scores.double() * _scale_log2(head_dim) - lse_log2[of][..., None]
-            p = torch.where(chunk.valid[:, None, None], torch.exp2(exponent.to(k.dtype)), 0.0)
+            p = torch.where(chunk.valid[:, None, None], _exp2(exponent.to(k.dtype)), 0.0)
             rounded = rounding.p_backward(p, inputs.row_sum_log2[of])
             dp = (dp_dout[of].double() @ chunk.v.transpose(-1, -2)).to(k.dtype)
             ds = p * (dp - delta[of][..., None])
@@ -257,7 +257,12 @@ def _scale_log2(head_dim: int) -> float:
 
 def _exp2_difference(value: Tensor, reference: Tensor, scale_log2: float) -> Tensor:
     """exp2((value − reference)·scale_log2), the exponent rounded once."""
-    return torch.exp2(((value.double() - reference.double()) * scale_log2).to(value.dtype))
+    return _exp2(((value.double() - reference.double()) * scale_log2).to(value.dtype))
+
+
+def _exp2(exponent: Tensor) -> Tensor:
+    """Correctly rounded 2^exponent: torch's fp32 exp2 differs by an ulp between vector lanes and loop tails."""
+    return torch.exp2(exponent.double()).to(exponent.dtype)
 
 
 def _finite(maximum: Tensor) -> Tensor:
