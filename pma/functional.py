@@ -20,9 +20,7 @@ class PMAWeights(NamedTuple):
     value_proj: Tensor | None = None  # [E, E]; None: the values are the normalised events
 
 
-def pooled_attention(
-    events: Tensor, offsets: Tensor, weights: PMAWeights, config: PMAConfig
-) -> Tensor:
+def pooled_attention(events: Tensor, offsets: Tensor, weights: PMAWeights, config: PMAConfig) -> Tensor:
     """Pool each segment's events by MXFP8 attention of the shared seeds.
 
     Args:

@@ -1,7 +1,14 @@
 """Jagged data: offsets arithmetic on the device, conversions, opt-in validation of values."""
 
-from pma.jagged.conversions import JaggedInput, to_values_and_offsets
-from pma.jagged.row_blocks import RowBlocks, num_row_blocks, row_block_starts, row_blocks, rows_to_blocks, segment_of_rows
+from pma.jagged.conversions import JaggedInput, to_keyed_tensor, to_values_and_offsets
+from pma.jagged.row_blocks import (
+    RowBlocks,
+    num_row_blocks,
+    row_block_starts,
+    row_blocks,
+    rows_to_blocks,
+    segment_of_rows,
+)
 from pma.jagged.validation import validate_offsets
 
 __all__ = [
@@ -12,6 +19,7 @@ __all__ = [
     "row_blocks",
     "rows_to_blocks",
     "segment_of_rows",
+    "to_keyed_tensor",
     "to_values_and_offsets",
     "validate_offsets",
 ]

@@ -1,6 +1,7 @@
 """From the jagged types that users hold to (values [T, E], offsets [B+1])."""
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
@@ -10,16 +11,14 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from pma.checks import ShapeError, UnsupportedError, check_same_device, check_size, check_tensor
 
 if TYPE_CHECKING:
-    from torchrec import JaggedTensor
+    from torchrec import JaggedTensor, KeyedTensor
 
 JaggedInput = Union[Tensor, "JaggedTensor"]
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OFFSET_DTYPES = (torch.int32, torch.int64)
 
 
-def to_values_and_offsets(
-    events: JaggedInput, offsets: Tensor | None = None, *, embed_dim: int
-) -> tuple[Tensor, Tensor]:
+def to_values_and_offsets(events: Any, offsets: Tensor | None = None, *, embed_dim: int) -> tuple[Tensor, Tensor]:
     """Return (values [T, E], offsets [B+1]) of a jagged input, checked by shape, dtype and device only.
 
     Args:
@@ -55,6 +54,15 @@ def to_values_and_offsets(
     return values, offsets
 
 
+def to_keyed_tensor(keys: Sequence[str], pooled: Sequence[Tensor]) -> "KeyedTensor":
+    """One [B, C_key] tensor for each key → a TorchRec KeyedTensor [B, Σ C_key] with the keys in this order."""
+    from torchrec import KeyedTensor
+
+    return KeyedTensor(
+        keys=list(keys), length_per_key=[p.shape[1] for p in pooled], values=torch.cat(list(pooled), dim=1)
+    )
+
+
 def _is_jagged_tensor(events: object) -> bool:
     torchrec = sys.modules.get("torchrec")  # whoever passes one has imported it
     return torchrec is not None and isinstance(events, torchrec.JaggedTensor)
@@ -69,7 +77,7 @@ def _from_jagged_tensor(events: Any, embed_dim: int) -> tuple[Tensor, Tensor]:
     return values, offsets
 
 
-def _from_nested(events: Tensor) -> tuple[Tensor, Tensor]:
+def _from_nested(events: Any) -> tuple[Tensor, Tensor]:
     if events.layout != torch.jagged:
         raise UnsupportedError(f"a nested events tensor must have layout torch.jagged, got {events.layout}")
     if events.dim() != 3 or events._ragged_idx != 1:

@@ -17,8 +17,6 @@ def validate_offsets(offsets: Tensor, total_rows: int) -> None:
         raise ValueError(f"offsets must start at 0 or later, got offsets[0] = {host[0]}")
     for index, (low, high) in enumerate(zip(host, host[1:], strict=False)):
         if high < low:
-            raise ValueError(
-                f"offsets must not decrease, got offsets[{index}] = {low} > offsets[{index + 1}] = {high}"
-            )
+            raise ValueError(f"offsets must not decrease, got offsets[{index}] = {low} > offsets[{index + 1}] = {high}")
     if host[-1] > total_rows:
         raise ValueError(f"offsets must end within the {total_rows} rows of values, got offsets[-1] = {host[-1]}")

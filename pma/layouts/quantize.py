@@ -55,9 +55,7 @@ def quantize(
     return MXFP8Tensor(data, scales.contiguous())
 
 
-def dequantize(
-    data: Tensor, scales: Tensor, offsets: Tensor, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def dequantize(data: Tensor, scales: Tensor, offsets: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values of an MXFP8 matrix; rows outside the offsets are 0. Exact in float32 and float64. → [T, C] dtype."""
     slot = rows_to_blocks(offsets, data.shape[0], BLOCK)
     decoded = decode_scales(scales, dtype)

@@ -38,7 +38,9 @@ def scatter_scales(scales: Tensor, offsets: Tensor, total_rows: int, direction: 
     shape = tile_shape(total_rows, offsets.shape[0] - 1, num_columns, direction)
     column_tiles = (num_columns + TILE_ROWS - 1) // TILE_ROWS
     present, source = _sources(offsets, total_rows)
-    picked = torch.full((*source.shape, column_tiles * TILE_COLUMNS), SCALE_ONE, dtype=torch.uint8, device=scales.device)
+    picked = torch.full(
+        (*source.shape, column_tiles * TILE_COLUMNS), SCALE_ONE, dtype=torch.uint8, device=scales.device
+    )
     if scales.shape[0]:
         bytes_ = scales[source.clamp(max=scales.shape[0] - 1)]
         picked[..., : scales.shape[1]] = torch.where(present[..., None], bytes_, SCALE_ONE)

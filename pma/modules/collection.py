@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from pma.jagged import to_keyed_tensor
 from pma.modules.pma import PMA
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ class PMACollection(nn.Module):
         Raises:
             ValueError: a key of the collection is missing, or the keys differ in B.
         """
-        from torchrec import KeyedTensor
-
         missing = [key for key in self.keys if key not in features]
         if missing:
             raise ValueError(f"features must hold the keys {self.keys}, got {list(features)}, missing {missing}")
@@ -52,4 +51,4 @@ class PMACollection(nn.Module):
             all(p.shape[0] == pooled[0].shape[0] for p in pooled),
             lambda: f"features must agree in their number of segments, got {sizes}",
         )
-        return KeyedTensor(keys=self.keys, length_per_key=[p.shape[1] for p in pooled], values=torch.cat(pooled, 1))
+        return to_keyed_tensor(self.keys, pooled)

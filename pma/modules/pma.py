@@ -1,5 +1,7 @@
 """Pooling by Multihead Attention over jagged events, in MXFP8."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -59,7 +61,7 @@ class PMA(nn.Module):
         self.norm_eps, self.precision, self.backend = norm_eps, precision, backend
         self.numerics = AttentionNumerics() if numerics is None else numerics
         self._numerics_token = self.numerics.token()
-        like = {"device": device, "dtype": dtype}
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
         self.seed_embs = nn.Parameter(torch.empty(num_seeds, embed_dim, **like))
         self.query_norm = RMSNorm(embed_dim, norm_eps, **like)
         self.query_proj = Projection(embed_dim, **like)

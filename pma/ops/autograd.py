@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from pma.ops import operators as ops
 
@@ -28,7 +27,7 @@ class PMAFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, events: Tensor, offsets: Tensor, seeds: Tensor, query_norm: Tensor, query_proj: Tensor,
+        ctx: Any, events: Tensor, offsets: Tensor, seeds: Tensor, query_norm: Tensor, query_proj: Tensor,
         key_norm: Tensor, key_proj: Tensor, value_proj: Tensor | None, config: PMAConfig,
     ) -> Tensor:  # fmt: skip
         c, wide = config, config.projection_columns_per_scale

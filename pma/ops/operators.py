@@ -188,7 +188,7 @@ def rmsnorm_backward(
 
     dy, values [T, E] → dvalues [T, E] in the dtype of values (0 outside the offsets), dweight [E] float32.
     """
-    dv = None if dv_data is None else MXFP8Tensor(dv_data, dv_scales)
+    dv = None if dv_data is None or dv_scales is None else MXFP8Tensor(dv_data, dv_scales)
     return reference.rmsnorm_backward(dy, dv, values, weight, rstd, offsets)
 
 
@@ -198,9 +198,7 @@ def _(dy, dv_data, dv_scales, values, weight, rstd, offsets):
 
 
 @custom_op("pma::plain_attention_forward", mutates_args=())
-def plain_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_heads: int
-) -> tuple[Tensor, Tensor]:
+def plain_attention_forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
     """Attention without block scales, in the dtype of q. q [S, E], k, v [T, E] → out [B, S, E], lse [B, H, S]."""
     return reference.plain_attention_forward(q, k, v, offsets, num_heads)
 
@@ -247,7 +245,14 @@ def _refuse_gradient(operator: torch.library.CustomOpDef) -> None:
     operator.register_autograd(backward)
 
 
-for _operator in (attention_backward, rmsnorm_backward, plain_attention_backward, weight_grad, quantize_dout, dequantize):
+for _operator in (
+    attention_backward,
+    rmsnorm_backward,
+    plain_attention_backward,
+    weight_grad,
+    quantize_dout,
+    dequantize,
+):
     _refuse_gradient(_operator)
 
 for _operator in (rmsnorm_quantize, quantize, quantize_dout, rmsnorm_backward):
@@ -264,7 +269,10 @@ def _attention_flops(products: int, q: tuple, k: tuple, num_seeds: int) -> int:
 
 
 _register_flops("attention_forward", lambda q, qs, k, ks, v, vs, o, seeds, *a, **kw: _attention_flops(2, q, k, seeds))
-_register_flops("attention_backward", lambda q, qs, k, ks, v, vs, o, d, ds, dr, de, l, r, seeds, *a, **kw: _attention_flops(5, q, k, seeds))  # noqa: E501,E741
+_register_flops(
+    "attention_backward",
+    lambda q, qs, k, *rest, **kw: _attention_flops(5, q, k, rest[10]),
+)
 _register_flops("plain_attention_forward", lambda q, k, v, *a, **kw: _attention_flops(2, q, k, q[0]))
 _register_flops("plain_attention_backward", lambda do, q, k, v, *a, **kw: _attention_flops(5, q, k, q[0]))
 _register_flops("gemm_quantize", lambda x, xs, w, *a, **kw: 2 * x[0] * w[0] * w[1])

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pma.jagged import RowBlocks, num_row_blocks, row_block_starts, row_blocks
+from pma.jagged import RowBlocks, row_block_starts, row_blocks
 from pma.numerics import AttentionNumerics
 from pma.reference.rounding import Rounding
 

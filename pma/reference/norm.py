@@ -22,7 +22,9 @@ def rmsnorm(values: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
     return normalised, rstd
 
 
-def rmsnorm_backward(dy: Tensor, values: Tensor, weight: Tensor, rstd: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+def rmsnorm_backward(
+    dy: Tensor, values: Tensor, weight: Tensor, rstd: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
     """Gradients of `rmsnorm`; rows outside the offsets get 0 and do not reach dweight.
 
     With x̂ = x·rstd and g = dy·w:  dx = rstd·(g − x̂·mean(g·x̂)),  dw = Σ_rows dy·x̂.

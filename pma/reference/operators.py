@@ -23,7 +23,8 @@ def rmsnorm_quantize(
 
 
 def quantize(values: Tensor, offsets: Tensor, columns_per_scale: int) -> tuple[Tensor, Tensor]:
-    return tuple(layouts.quantize(values, offsets, columns_per_scale=columns_per_scale))
+    data, scales = layouts.quantize(values, offsets, columns_per_scale=columns_per_scale)
+    return data, scales
 
 
 def quantize_dout(
@@ -44,7 +45,7 @@ def dequantize(data: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
 
 
 def scatter_scales(scales: Tensor, offsets: Tensor, total_rows: int, direction: str) -> Tensor:
-    return layouts.scatter_scales(scales, offsets, total_rows, direction)
+    return layouts.scatter_scales(scales, offsets, total_rows, direction)  # type: ignore[arg-type]
 
 
 def gemm_quantize(
@@ -54,11 +55,10 @@ def gemm_quantize(
     values = projection.linear(layouts.dequantize(*x, offsets), _dense(weight))
     if k_smoothing:
         values = projection.subtract_segment_means(values, offsets)
-    return tuple(
-        layouts.quantize(
-            values, offsets, columns_per_scale=columns_per_scale, headroom_exponent=headroom_exponent
-        )
+    data, scales = layouts.quantize(
+        values, offsets, columns_per_scale=columns_per_scale, headroom_exponent=headroom_exponent
     )
+    return data, scales
 
 
 def gemm(x: MXFP8Tensor, weight: MXFP8Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -105,9 +105,7 @@ def rmsnorm_backward(
     return norm.rmsnorm_backward(total, values, weight, rstd, offsets)
 
 
-def plain_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_heads: int
-) -> tuple[Tensor, Tensor]:
+def plain_attention_forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
     operands, dtype = _plain(q, k, v, offsets), q.dtype
     shape = AttentionShape(q.shape[0], num_heads)
     out, lse, _ = attention.attention_forward(operands, shape, PlainRounding(dtype))
@@ -123,8 +121,8 @@ def plain_attention_backward(
     products = rows.double() * out.reshape(rows.shape).double()
     delta = products.view(rows.shape[0], num_heads, -1).sum(-1).to(rows.dtype)
     inputs = BackwardInputs(rows, delta, lse, torch.zeros_like(lse, dtype=torch.int32), rows)
-    grads = attention.attention_backward(operands, inputs, shape, PlainRounding(dtype))
-    return tuple(g.to(dtype) for g in grads)
+    dq, dk, dv = attention.attention_backward(operands, inputs, shape, PlainRounding(dtype))
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
 def _dense(matrix: MXFP8Tensor) -> Tensor:
@@ -135,9 +133,7 @@ def _one_segment(rows: Tensor) -> Tensor:
     return torch.arange(2, device=rows.device) * rows.shape[0]
 
 
-def _operands(
-    q: MXFP8Tensor, k: MXFP8Tensor, v: MXFP8Tensor, offsets: Tensor, shape: AttentionShape
-) -> Operands:
+def _operands(q: MXFP8Tensor, k: MXFP8Tensor, v: MXFP8Tensor, offsets: Tensor, shape: AttentionShape) -> Operands:
     q_segments = q.data.shape[0] // shape.num_seeds
     q_offsets = torch.arange(q_segments + 1, device=q.data.device) * shape.num_seeds
     return Operands(

@@ -1,0 +1,189 @@
+"""AttentionNumerics: the record, its rules, and what each option buys."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pma import AttentionNumerics, underflow_fraction, underflow_threshold
+from pma.layouts import MXFP8Tensor, dequantize, quantize
+from pma.reference.attention import (
+    AttentionShape,
+    BackwardInputs,
+    Operands,
+    attention_backward,
+    attention_forward,
+    running_maximum,
+)
+from pma.reference.rounding import MXFP8Rounding, PlainRounding
+from pma.testing import make_jagged, make_pma, relative_error, run_with_gradients, sqnr_db
+
+RECORDS = [
+    AttentionNumerics(),
+    AttentionNumerics(kv_order="forward"),
+    AttentionNumerics(p_cast="block"),
+    AttentionNumerics(p_cast_backward="block"),
+    AttentionNumerics(p_scale_log2=6, rescale_threshold_log2=2.0),
+    AttentionNumerics(denominator="quantized"),
+    AttentionNumerics(dq_accumulation="fp16"),
+    AttentionNumerics(dp_operands="bf16"),
+    AttentionNumerics(k_smoothing=True),
+    AttentionNumerics(repeated_max_guard=True),
+    AttentionNumerics(uniform_scales=True, headroom_exponent=5),
+    AttentionNumerics(kv_tile=64),
+]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: r.token())
+def test_token_round_trip_and_hash(record):
+    assert AttentionNumerics.from_token(record.token()) == record
+    assert len({record, replace(record)}) == 1
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"kv_order": "up"},
+        {"p_cast": "none"},
+        {"kv_tile": 48},
+        {"p_scale_log2": 9},
+        {"p_scale_log2": 8, "rescale_threshold_log2": 1.0},
+        {"rescale_threshold_log2": -1.0},
+        {"dq_accumulation": "bf16"},
+    ],
+    ids=str,
+)
+def test_the_record_refuses_and_names_the_argument(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        AttentionNumerics(**bad)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: r.token())
+def test_every_option_stays_within_the_format_tier_and_takes_effect(record):
+    """18 dB is what two more roundings than the default could cost; an unimplemented option fails the inequality."""
+    events, offsets = make_jagged([1, 0, 300, 129], 128)
+    sizes = {"embed_dim": 128, "num_heads": 2, "num_seeds": 40}
+    exact = run_with_gradients(make_pma(precision="fp32", **sizes), events, offsets)
+    default = run_with_gradients(make_pma(**sizes), events, offsets)
+    actual = run_with_gradients(make_pma(numerics=record, **sizes), events, offsets)
+    assert min(sqnr_db(actual[name], exact[name]) for name in exact) > 18
+    same = all(torch.equal(actual[name], default[name]) for name in exact)
+    harmless = record in (AttentionNumerics(), AttentionNumerics(repeated_max_guard=True))
+    assert same == harmless
+
+
+def sink_problem(num_keys: int = 512, sink_strength: float = 9.0) -> tuple[Operands, AttentionShape]:
+    """One head of width 32 whose first four keys score `sink_strength` above unit-normal others."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(16, 32, generator=generator)
+    k = torch.randn(num_keys, 32, generator=generator)
+    direction = torch.zeros(32)
+    direction[0] = 1.0
+    q[:, 0], k[:, 0] = 4.0, 0.0
+    k[:4] = direction * sink_strength * math.sqrt(32) / 4.0
+    v = torch.randn(num_keys, 32, generator=generator)
+    return Operands(q, k, v, torch.tensor([0, num_keys])), AttentionShape(16, 1)
+
+
+def test_reverse_order_with_256_loses_nothing_that_forward_with_1_loses():
+    operands, shape = sink_problem()
+    exact = attention_forward(
+        operands._replace(q=operands.q.double(), k=operands.k.double()), shape, PlainRounding(torch.float64)
+    )
+    errors = {}
+    for order, log2 in (("forward", 0), ("reverse", 8)):
+        rounding = MXFP8Rounding(AttentionNumerics(kv_order=order, p_scale_log2=log2))
+        errors[order] = relative_error(attention_forward(operands, shape, rounding).out, exact.out) ** 2
+    assert errors["forward"] > 3 * errors["reverse"]
+
+
+def test_threshold_formula():
+    assert underflow_threshold(1.0, 0.0) == 10 * math.log(2)
+    assert math.isclose(underflow_threshold(256.0) - underflow_threshold(1.0), math.log(256))
+    assert underflow_fraction(underflow_threshold(16.0), 16.0) == 0.5
+
+
+def test_k_smoothing_rescues_keys_with_a_large_common_mean():
+    events, offsets = make_jagged([400], 64)
+    events[:, 0] = 100.0
+    sizes = {"embed_dim": 64, "num_heads": 1, "num_seeds": 8}
+    exact = run_with_gradients(make_pma(precision="fp32", **sizes), events, offsets)["forward_output"]
+    plain, smooth = (
+        sqnr_db(
+            run_with_gradients(make_pma(numerics=n, **sizes), events, offsets)["forward_output"][..., 1:],
+            exact[..., 1:],
+        )
+        for n in (AttentionNumerics(), AttentionNumerics(k_smoothing=True))
+    )
+    assert smooth > plain + 1
+
+
+def test_repeated_max_guard_keeps_p_below_one_where_maxima_repeat():
+    seen = []
+
+    class Recording(MXFP8Rounding):
+        def p_forward(self, p):
+            seen.append(p.max().item())
+            return super().p_forward(p)
+
+    q, k, v = torch.ones(1, 32), torch.ones(6, 32), torch.randn(6, 32)
+    operands, shape = Operands(q, k, v, torch.tensor([0, 6])), AttentionShape(1, 1)
+    for guard in (False, True):
+        result = attention_forward(operands, shape, Recording(AttentionNumerics(repeated_max_guard=guard)))
+        assert relative_error(result.out[0, 0], v.mean(0)) < 2.0**-4
+    assert seen[0] == 1.0 and abs(seen[1] - math.sqrt(0.5)) < 2.0**-20
+
+
+def test_lazy_rescaling_moves_the_maximum_only_past_the_threshold():
+    tile_max = torch.tensor([0.0, 1.0, 5.0, 5.5, 1.0, 2.0]).view(6, 1, 1)
+    segment = torch.tensor([0, 0, 0, 0, 1, 1])
+    lazy = AttentionNumerics(kv_order="forward", p_scale_log2=6, rescale_threshold_log2=2.0)
+    assert running_maximum(tile_max, segment, lazy, 1.0).flatten().tolist() == [0, 0, 5, 5, 1, 1]
+    exact = AttentionNumerics(kv_order="reverse")
+    assert running_maximum(tile_max, segment, exact, 1.0).flatten().tolist() == [5.5, 5.5, 5.5, 5.5, 2, 2]
+
+
+def test_backward_p_scale_follows_the_row_sum_on_long_uniform_segments():
+    """A constant 2^8 loses small P: dV falls to about 17 dB at 64k near-uniform events; the row-sum rule does not."""
+    num_keys, shape = 65536, AttentionShape(32, 1)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, 32, generator=generator) for n in (32, num_keys, num_keys))
+    operands = Operands(q * 0.1, k, v, torch.tensor([0, num_keys]))
+    dout = torch.randn(32, 32, generator=generator)
+    forward = attention_forward(operands, shape, PlainRounding(torch.float32))
+    delta = (dout * forward.out[0]).sum(-1, keepdim=True)
+
+    class Constant(MXFP8Rounding):
+        def p_backward(self, p, row_sum_log2):
+            return super().p_backward(p, torch.zeros_like(row_sum_log2))
+
+    def dv(rounding):
+        inputs = BackwardInputs(dout, delta, forward.lse, forward.row_sum_log2, dout)
+        return attention_backward(operands, inputs, shape, rounding).dv
+
+    exact = dv(PlainRounding(torch.float32))
+    ours, constant = (
+        sqnr_db(dv(MXFP8Rounding(AttentionNumerics())), exact),
+        sqnr_db(dv(Constant(AttentionNumerics())), exact),
+    )
+    assert ours > 27 and constant < ours - 3
+
+
+def test_fp16_dq_overflow_stays_inf():
+    events, offsets = make_jagged([64], 64)
+    module = make_pma(embed_dim=64, num_heads=1, num_seeds=4, numerics=AttentionNumerics(dq_accumulation="fp16"))
+    leaf = events.requires_grad_()
+    (module(leaf, offsets) * 2.0**24).sum().backward()
+    assert not module.query_proj.weight.grad.isfinite().all() and leaf.grad.isfinite().all()
+
+
+def test_p_block_scale_equals_the_amax_of_the_p_computed():
+    p = torch.rand(1, 1, 4, 128) * torch.tensor([1.0, 1e-3, 1e-6, 1.0]).view(1, 1, 4, 1)
+    rounded = MXFP8Rounding(AttentionNumerics(p_cast="block")).p_forward(p)
+    for block in range(4):
+        columns = slice(32 * block, 32 * block + 32)
+        rows = p[0, 0, :, columns]
+        for row in range(4):
+            data = MXFP8Tensor(*quantize(rows[row : row + 1], torch.tensor([0, 1])))
+            assert torch.equal(dequantize(*data, torch.tensor([0, 1]))[0].double(), rounded[0, 0, row, columns])
