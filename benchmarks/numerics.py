@@ -1,6 +1,6 @@
 """SQNR of mxfp8 against bf16 and fp32 for every named tensor, beside the source's figures and the frozen floors.
 
-    python -m benchmarks.numerics [--segments 4] [--max-length 2048] [--gain 1.0] [--device cuda]
+    python -m benchmarks.numerics [--segments 4] [--max-length 2048] [--gain 1.0] [--dout normal] [--device cuda]
 
 Problem: E = 384, H = 3, S = 512, lengths uniform in 0 … max-length, standard-normal events, seeds and output gradient,
 projections of std gain/√E (`pma.testing`). The source reports SQNR against its bf16 result on an unknown distribution
@@ -25,7 +25,9 @@ SOURCE = {
 }
 
 
-def measure(segments: int, max_length: int, gain: float, device: str) -> dict[str, dict[str, float]]:
+def measure(
+    segments: int = 4, max_length: int = 2048, gain: float = 1.0, dout: str = "normal", device: str = "cpu"
+) -> dict[str, dict[str, float]]:
     """SQNR in dB: tensor name → {"fp32 dQ vs fp32", "fp32 dQ vs bf16", "fp16 dQ vs fp32", "fp16 dQ vs bf16"}."""
     events, offsets = make_jagged(uneven_lengths(segments, max_length), 384, dtype=torch.bfloat16)
     events, offsets = events.to(device), offsets.to(device)
@@ -34,7 +36,7 @@ def measure(segments: int, max_length: int, gain: float, device: str) -> dict[st
         module = make_pma(
             projection_gain=gain, embed_dim=384, num_heads=3, num_seeds=512, precision=precision, numerics=numerics
         )
-        return run_with_gradients(module.to(device), events.to(dtype), offsets)
+        return run_with_gradients(module.to(device), events.to(dtype), offsets, dout=dout)
 
     references = {"fp32": run("fp32", dtype=torch.float32), "bf16": run("bf16")}
     results: dict[str, dict[str, float]] = {}
@@ -51,9 +53,10 @@ def main() -> None:
     parser.add_argument("--segments", type=int, default=4)
     parser.add_argument("--max-length", type=int, default=2048)
     parser.add_argument("--gain", type=float, default=1.0, help="projection std times √E")
+    parser.add_argument("--dout", choices=["normal", "ones"], default="normal", help="output gradient")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
-    results = measure(arguments.segments, arguments.max_length, arguments.gain, arguments.device)
+    results = measure(**vars(arguments))
     columns = ["fp32 dQ vs fp32", "fp32 dQ vs bf16", "fp16 dQ vs fp32", "fp16 dQ vs bf16"]
     print(f"SQNR in dB: {arguments}")
     print(f"{'':26}" + "".join(f"{c:>17}" for c in columns) + f"{'source fp32/fp16':>19}{'floor fp32/fp16':>18}")
