@@ -22,7 +22,8 @@ class AttentionNumerics:
 
     Attributes:
         kv_tile: events of one softmax step; P is cast relative to the running maximum, so bits depend on it.
-        kv_order: "reverse" takes the last tile of a segment first (no P underflow behind an attention sink).
+        kv_order: "reverse" takes the last tile of a segment first: P of later tiles cannot underflow behind an
+            attention sink in the first events (those that share the sink's own tile still can).
         p_cast: "static" multiplies P by 2^p_scale_log2; "block" takes one scale for 32 events of a row.
         p_scale_log2: exponent of the static P scale, forward and (plus t) backward.
         p_cast_backward: "row_sum" casts P·2^(p_scale_log2 + t), t = min over 32 seeds of ⌊log2 l⌋; "block" takes
