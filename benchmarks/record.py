@@ -24,7 +24,7 @@ def append(name: str, rows: list[dict]) -> Path:
     path = RESULTS / f"{name}.jsonl"
     with path.open("a") as file:
         for row in rows:
-            file.write(json.dumps(context | row) + "\n")
+            file.write(json.dumps(row | context) + "\n")
     return path
 
 

@@ -1,6 +1,8 @@
 """Exact tier: quantiser bits, decoded scales, segment-local blocks, scale tiles."""
 
+import importlib.util
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,6 +141,32 @@ def test_torchao_rceil_differs_where_its_logarithm_rounds():
     assert ours.tolist() == [oracle_scale(a) for a in amaxes]
     difference = (ours.int() - scales.int()).tolist()
     assert set(difference) == {0, 1}
+
+
+def quack_quantiser():
+    """quack's PyTorch quantiser, loaded by file: importing the package would need a GPU compiler."""
+    spec = importlib.util.find_spec("quack")
+    if spec is None or spec.origin is None:
+        pytest.skip("quack-kernels is not installed")
+    path = Path(spec.origin).parent / "blockscaled" / "quantize.py"
+    file_spec = importlib.util.spec_from_file_location("quack_quantize", path)
+    module = importlib.util.module_from_spec(file_spec)
+    file_spec.loader.exec_module(module)
+    return module
+
+
+def test_quack_agrees_bit_for_bit_from_its_least_scale_on():
+    """Named difference: below 448·2^−127 quack's scale is byte 1, the least power of two is byte 0."""
+    amaxes = boundary_amaxes()
+    rows = torch.tensor(amaxes)[:, None] * torch.linspace(-1, 1, 32)
+    rows[:, 0] = torch.tensor(amaxes)
+    data, scales = quack_quantiser().to_mx(rows)
+    theirs = scales.view(torch.uint8).flatten()
+    ours = scale_from_amax_bits(amax_bits(torch.tensor(amaxes)))
+    tiny = (torch.tensor(amaxes) > 0) & (torch.tensor(amaxes) <= 448 * 2.0**-127)
+    assert torch.equal(ours[~tiny], theirs[~tiny])
+    assert (ours[tiny] == 0).all() and (theirs[tiny][1:] == 1).all()  # 1e-45 / 448 is zero
+    assert torch.equal(round_e4m3(rows * inverse_scales(ours)[:, None])[~tiny], data.float()[~tiny])
 
 
 @pytest.mark.parametrize("first", [0, 1, 37])
