@@ -444,3 +444,21 @@ def test_backend_report_names_every_operator():
 def test_plain_float32_is_the_oracle_up_to_rounding():
     module, (events, offsets) = make_pma(precision="fp32", **SIZES), make_jagged([50, 3], 128)
     assert relative_error(module(events, offsets), oracle(module, events, offsets)) < ULPS_FP32
+
+
+@pytest.mark.parametrize("kind", ["offsets", "lengths", "nested", "collection"])
+def test_jagged_types_compile_whole(kind):
+    torchrec = pytest.importorskip("torchrec")
+    torch._dynamo.reset()
+    module, (events, offsets) = make_pma(**SIZES), make_jagged([3, 0, 40], 128)
+    features = {
+        "offsets": torchrec.JaggedTensor(values=events, offsets=offsets),
+        "lengths": torchrec.JaggedTensor(values=events, lengths=offsets.diff()),
+        "nested": torch.nested.nested_tensor_from_jagged(events, offsets),
+    }
+    argument, function = features.get(kind), module
+    if kind == "collection":
+        argument, function = {"a": features["offsets"]}, pma.PMACollection({"a": module})
+    out = torch.compile(function, fullgraph=True, backend="aot_eager")(argument)
+    expected = module(events, offsets)
+    assert torch.equal(out["a"].view_as(expected) if kind == "collection" else out, expected)
