@@ -1,4 +1,4 @@
-"""Reference operators beyond what the module uses: per-segment queries, memory chunks, scale tiles from the operator."""
+"""Reference operators beyond what the module uses: own queries, memory chunks, scale tiles by the operator."""
 
 import sys
 

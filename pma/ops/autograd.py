@@ -85,6 +85,9 @@ class PMAFunction(torch.autograd.Function):
         dseeds, dquery_norm = ops.rmsnorm_backward(dxq, None, None, seeds, query_norm, seeds_rstd, seed_offsets)
         dwq, dwk = dwq.to(ctx.projection_dtype), dwk.to(ctx.projection_dtype)
         dquery_norm, dkey_norm = dquery_norm.to(query_norm.dtype), dkey_norm.to(key_norm.dtype)
+        devents, dseeds, dquery_norm, dwq, dkey_norm, dwk, dwv = _once(
+            out, devents, dseeds, dquery_norm, dwq, dkey_norm, dwk, dwv
+        )
         return devents, None, dseeds, dquery_norm, dwq, dkey_norm, dwk, dwv, None
 
 
@@ -102,7 +105,26 @@ class PlainAttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, offsets, out, lse = ctx.saved_tensors
         dq, dk, dv = ops.plain_attention_backward(dout, q, k, v, offsets, out, lse, ctx.num_heads)
-        return dq, dk, dv, None, None
+        return *_once(out, dq, dk, dv), None, None
+
+
+class _Once(torch.autograd.Function):
+    """Gradients as they are; differentiating through them raises."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError("pma.PMA cannot be differentiated twice; call backward without create_graph=True")
+
+
+def _once(anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Tie gradients to `anchor`, which requires grad: a second differentiation cannot take them for constants."""
+    if not torch.is_grad_enabled():  # no create_graph: nothing could be differentiated
+        return gradients
+    return tuple(None if g is None else _Once.apply(anchor, g) for g in gradients)
 
 
 def _one_segment(rows: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 All are non-differentiable and return plain tensors: `data` is the uint8 bits of float8_e4m3fn, `scales` those of
 float8_e8m0fnu. Sizes: T rows of the jagged buffer, B segments, S seeds, H heads, E model width, R = T // 32 + B
 scale slots. `offsets` is [B+1] int32 or int64. Operators compute in float32 whatever autocast says.
-`autograd.py` is the one differentiable boundary; differentiating through an operator raises.
+`autograd.py` is the one differentiable boundary.
 """
 
 from collections.abc import Callable
@@ -234,26 +234,6 @@ def _mxfp8_like(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     data = _empty(values, total_rows, columns, dtype=torch.uint8)
     return data, _empty(values, slots, columns // BLOCK, dtype=torch.uint8)
 
-
-def _refuse_gradient(operator: torch.library.CustomOpDef) -> None:
-    def backward(ctx: object, *grads: object) -> None:
-        raise RuntimeError(
-            f"pma.PMA cannot be differentiated twice: {operator._qualname} has no gradient; "
-            "call backward without create_graph=True"
-        )
-
-    operator.register_autograd(backward)
-
-
-for _operator in (
-    attention_backward,
-    rmsnorm_backward,
-    plain_attention_backward,
-    weight_grad,
-    quantize_dout,
-    dequantize,
-):
-    _refuse_gradient(_operator)
 
 for _operator in (rmsnorm_quantize, quantize, quantize_dout, rmsnorm_backward):
     for _device in ("cpu", "cuda"):

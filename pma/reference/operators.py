@@ -119,7 +119,7 @@ def plain_attention_backward(
     shape = AttentionShape(q.shape[0], num_heads)
     rows = dout.reshape(-1, dout.shape[-1]).to(operands.q.dtype)
     products = rows.double() * out.reshape(rows.shape).double()
-    delta = products.view(rows.shape[0], num_heads, -1).sum(-1).to(rows.dtype)
+    delta = products.view(rows.shape[0], num_heads, rows.shape[1] // num_heads).sum(-1).to(rows.dtype)
     inputs = BackwardInputs(rows, delta, lse, torch.zeros_like(lse, dtype=torch.int32), rows)
     dq, dk, dv = attention.attention_backward(operands, inputs, shape, PlainRounding(dtype))
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
