@@ -30,7 +30,7 @@ from tqdm import tqdm
 import pma
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (the backend comes first)
+import matplotlib.pyplot as plt
 
 PRECISIONS = ("mxfp8", "bf16", "fp32")
 EMBED_DIM = 64
@@ -176,7 +176,9 @@ def train(task: Task, precision: str, seed: int, plan: Plan) -> Run:
         for _ in range(plan.epochs):
             users, targets = training_targets(task.interactions, plan.per_user, generator)
             model.train()
-            for batch_users, batch_targets in zip(users.split(plan.batch_size), targets.split(plan.batch_size)):
+            for batch_users, batch_targets in zip(
+                users.split(plan.batch_size), targets.split(plan.batch_size), strict=False
+            ):
                 batch = task.training.make(batch_users, batch_targets, generator)
                 start = time.perf_counter()
                 loss = train_step(model, batch, optimizer)
@@ -269,7 +271,7 @@ def neutrality(runs: list[Run]) -> dict[str, object]:
     Neutral: the mean |difference| is no larger than the spread (maximum - minimum).
     """
     ne = {precision: [r.test.ne for r in group] for precision, group in by_precision(runs).items()}
-    differences = [a - b for a, b in zip(ne["mxfp8"], ne["bf16"])]
+    differences = [a - b for a, b in zip(ne["mxfp8"], ne["bf16"], strict=False)]
     spread = max(ne["bf16"]) - min(ne["bf16"])
     return {
         "bf16_spread": spread,
@@ -323,6 +325,7 @@ def append_results(path: Path, runs: list[Run], plan: Plan, report: dict[str, ob
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -345,6 +348,7 @@ def _positive(text: str) -> int:
 
 
 def main() -> None:
+    """Train every precision on every seed, then report."""
     arguments = parse_arguments()
     is_compiled = not arguments.no_compile
     plan = Plan(arguments.epochs, arguments.batch_size, per_user=16, is_compiled=is_compiled)
@@ -356,7 +360,7 @@ def main() -> None:
 
     runs = []
     for seed in range(arguments.seed, arguments.seed + arguments.seeds):
-        runs += [train(task, precision, seed, plan) for precision in arguments.precisions]
+        runs += [train(task, precision, seed, plan) for precision in dict.fromkeys(arguments.precisions)]
     print_table(runs)
     report = None
     if arguments.seeds > 1 and {"mxfp8", "bf16"} <= set(arguments.precisions):
