@@ -1,5 +1,6 @@
 """Argument checks and the library's exceptions: every message names the argument, what came and what is allowed."""
 
+import math
 from collections.abc import Collection
 
 import torch
@@ -46,12 +47,28 @@ def check_choice(name: str, value: object, allowed: Collection[object]) -> None:
         raise ValueError(f"{name} must be one of {_listed(allowed)}, got {value!r}")
 
 
-def check_positive_int(name: str, value: object) -> None:
-    """Raise TypeError or ValueError unless `value` is an int of at least 1."""
+def check_int(name: str, value: object, *, least: int, most: int | None = None) -> None:
+    """Raise TypeError unless `value` is an int (bool is none), ValueError unless least <= value <= most."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
+
+
+def check_finite(name: str, value: object) -> None:
+    """Raise TypeError or ValueError unless `value` is a finite number of at least 0."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be at least 0 and finite, got {value}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise TypeError unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
 
 
 def _listed(values: Collection[object]) -> str:

@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pma.checks import UnsupportedError
 from pma.jagged import JaggedInput, to_values_and_offsets
-from pma.ops.autograd import PlainAttentionFunction, PMAConfig, PMAFunction
+from pma.ops.autograd import PlainAttentionFunction, PMAConfig, PMAFunction, without_autocast
 
 
 class PMAWeights(NamedTuple):
@@ -30,7 +31,7 @@ def pooled_attention(events: Tensor, offsets: Tensor, weights: PMAWeights, confi
         [B, S, E] in config.out_dtype; 0 for empty segments. Differentiable once in events and every weight; rows of
         events outside the offsets get gradient 0. No host sync. Source: MXFP8 FlashAttention-4 report, section 2.
     """
-    with torch.autocast(events.device.type, enabled=False):
+    with without_autocast(events):
         return PMAFunction.apply(events, offsets, *weights, config)
 
 
@@ -42,7 +43,7 @@ def pooled_attention_unquantized(
     Returns:
         [B, S, E] in config.out_dtype. Products accumulate in float64, so that no bit depends on a segment's neighbours.
     """
-    with torch.autocast(events.device.type, enabled=False):
+    with without_autocast(events):
         q = _linear(_rmsnorm(weights.seeds, weights.query_norm, config.norm_eps, dtype), weights.query_proj)
         x = _rmsnorm(_used_rows(events, offsets), weights.key_norm, config.norm_eps, dtype)
         k = _linear(x, weights.key_proj)
@@ -58,9 +59,15 @@ def mark_dynamic(events: JaggedInput, offsets: Tensor | None = None) -> None:
 
     Args:
         events, offsets: as passed to the module.
+    Raises:
+        UnsupportedError: a nested tensor.    TypeError, ValueError: as the module raises.
     """
-    embed_dim = events.values().shape[-1] if not isinstance(events, Tensor) or events.is_nested else events.shape[-1]
-    values, offsets = to_values_and_offsets(events, offsets, embed_dim=embed_dim)
+    if isinstance(events, Tensor) and events.is_nested:
+        raise UnsupportedError(
+            "mark_dynamic cannot mark a nested events tensor, got one; pass events.values() and events.offsets() to "
+            "mark_dynamic and to the module"
+        )
+    values, offsets = to_values_and_offsets(events, offsets)
     torch._dynamo.decorators.mark_unbacked(values, 0)
     torch._dynamo.decorators.mark_unbacked(offsets, 0)
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from pma.checks import check_choice
+from pma.checks import check_bool, check_choice, check_finite, check_int
 
 E4M3_MAX = 448.0
 E4M3_MIN_ROUNDED_UP = 2.0**-10  # half of the least subnormal 2^-9: what is not larger rounds to zero
@@ -21,9 +21,10 @@ class AttentionNumerics:
     """Rounding choices of one attention; frozen and hashable. Exponents are powers of two ("log2").
 
     Attributes:
-        kv_tile: events of one softmax step; P is cast relative to the running maximum, so bits depend on it.
-        kv_order: "reverse" takes the last tile of a segment first: P of later tiles cannot underflow behind an
-            attention sink in the first events (those that share the sink's own tile still can).
+        kv_tile: events of one softmax step, a multiple of 32 up to 1,024; bits depend on it, since P is cast relative
+            to the running maximum.
+        kv_order: "reverse" takes a segment's last tile first, so that P of later tiles cannot underflow behind a
+            sink in the first events (those in the sink's own tile still can).
         p_cast: "static" multiplies P by 2^p_scale_log2; "block" takes one scale for 32 events of a row.
         p_scale_log2: exponent of the static P scale, forward and (plus t) backward.
         p_cast_backward: "row_sum" casts P·2^(p_scale_log2 + t), t = min over 32 seeds of ⌊log2 l⌋; "block" takes
@@ -60,11 +61,18 @@ class AttentionNumerics:
         check_choice("denominator", self.denominator, ("fp32", "quantized"))
         check_choice("dq_accumulation", self.dq_accumulation, ("fp32", "fp16"))
         check_choice("dp_operands", self.dp_operands, ("mxfp8", "bf16"))
-        if self.kv_tile < 32 or self.kv_tile % 32:
-            raise ValueError(f"kv_tile must be a positive multiple of 32, got {self.kv_tile}")
-        if self.rescale_threshold_log2 < 0:
-            raise ValueError(f"rescale_threshold_log2 must be at least 0, got {self.rescale_threshold_log2}")
-        if self.p_cast == "static" and self.p_scale_log2 + self.rescale_threshold_log2 > math.log2(E4M3_MAX):
+        check_int("kv_tile", self.kv_tile, least=32, most=1024)
+        if self.kv_tile % 32:
+            raise ValueError(f"kv_tile must be a multiple of 32, got {self.kv_tile}")
+        check_int("p_scale_log2", self.p_scale_log2, least=0)
+        check_int("dq_scale_log2", self.dq_scale_log2, least=0, most=24)
+        check_int("headroom_exponent", self.headroom_exponent, least=0, most=16)
+        check_bool("k_smoothing", self.k_smoothing)
+        check_bool("repeated_max_guard", self.repeated_max_guard)
+        check_bool("uniform_scales", self.uniform_scales)
+        check_finite("rescale_threshold_log2", self.rescale_threshold_log2)
+        threshold = self.rescale_threshold_log2 if self.p_cast == "static" else 0.0  # a block's own scale adapts
+        if self.p_scale_log2 + threshold > math.log2(E4M3_MAX):
             raise ValueError(
                 "p_scale_log2 + rescale_threshold_log2 must be at most log2(448) = 8.807, so that P fits E4M3, got "
                 f"{self.p_scale_log2} + {self.rescale_threshold_log2}"

@@ -50,12 +50,23 @@ def test_token_round_trip_and_hash(record):
         {"p_scale_log2": 9},
         {"p_scale_log2": 8, "rescale_threshold_log2": 1.0},
         {"rescale_threshold_log2": -1.0},
+        {"rescale_threshold_log2": math.nan},
+        {"kv_tile": 1 << 20},
+        {"p_scale_log2": -1},
+        {"dq_scale_log2": 100},
+        {"headroom_exponent": -3},
         {"dq_accumulation": "bf16"},
     ],
     ids=str,
 )
 def test_the_record_refuses_and_names_the_argument(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
+        AttentionNumerics(**bad)
+
+
+@pytest.mark.parametrize("bad", [{"headroom_exponent": 1.0}, {"k_smoothing": "no"}, {"kv_tile": None}], ids=str)
+def test_the_record_refuses_wrong_types(bad):
+    with pytest.raises(TypeError, match=next(iter(bad))):
         AttentionNumerics(**bad)
 
 

@@ -354,8 +354,20 @@ def test_collection_returns_a_keyed_tensor_in_its_own_order():
     assert torch.equal(pooled["bought"], second(features["bought"]).flatten(1))
     with pytest.raises(ValueError, match="watched"):
         collection({"bought": features["bought"]})
-    with pytest.raises(TypeError, match="pools"):
-        pma.PMACollection({"a": torch.nn.Linear(1, 1)})
+    with pytest.raises(ValueError, match="number of segments.*'watched'.*'bought'"):
+        collection(features | {"bought": torchrec.JaggedTensor(*_jagged_fields([1], 64))})
+
+
+def test_collection_takes_any_feature_name_and_names_what_it_refuses():
+    collection = pma.PMACollection({name: pma.PMA(64, 1, 1) for name in ("items", "user.id", "keys", "")})
+    assert collection.keys == ["items", "user.id", "keys", ""] and len(collection.state_dict()) == 20
+    for pools, error in (({"a": torch.nn.Linear(1, 1)}, TypeError), ({}, ValueError), ([pma.PMA(64, 1, 1)], TypeError)):
+        with pytest.raises(error, match="pools"):
+            pma.PMACollection(pools)
+    with pytest.raises(ValueError, match="keys of pools"):
+        pma.PMACollection({"a.b": pma.PMA(64, 1, 1), "a_b": pma.PMA(64, 1, 1)})
+    with pytest.raises(TypeError, match="features must map"):
+        collection([])
 
 
 def _jagged_fields(lengths, embed_dim):
@@ -416,6 +428,9 @@ def test_nested_tensors_that_cannot_serve_are_refused():
         ({"backend": "sm100"}, pma.UnsupportedError, "sm100"),
         ({"backend": "sm90"}, pma.UnsupportedError, "sm90"),
         ({"norm_eps": -1.0}, ValueError, "norm_eps"),
+        ({"norm_eps": math.nan}, ValueError, "norm_eps"),
+        ({"norm_eps": "a"}, TypeError, "norm_eps"),
+        ({"dtype": torch.int32}, ValueError, "dtype"),
         ({"numerics": "fast"}, TypeError, "numerics must be a pma.AttentionNumerics"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
@@ -433,6 +448,47 @@ def test_opt_in_validation_of_offsets(offsets, message):
     pma.validate_offsets(OFFSETS, 9)
     with pytest.raises(ValueError, match=message):
         pma.validate_offsets(torch.tensor(offsets, dtype=torch.int64), 9)
+
+
+def test_validate_offsets_refuses_what_the_module_refuses():
+    for offsets, error in ((OFFSETS.float(), TypeError), (OFFSETS[None], ValueError), ([0, 9], TypeError)):
+        with pytest.raises(error, match="offsets"):
+            pma.validate_offsets(offsets, 9)
+    with pytest.raises(ValueError, match="total_rows"):
+        pma.validate_offsets(OFFSETS, -1)
+
+
+def test_choices_are_fixed_at_construction():
+    module = pma.PMA(**SIZES)
+    for name, value in (("numerics", pma.AttentionNumerics()), ("precision", "bf16"), ("backend", "auto")):
+        with pytest.raises(AttributeError):
+            setattr(module, name, value)
+
+
+@pytest.mark.parametrize("max_length", [-1, 1.5, True])
+def test_max_length_must_be_a_count(max_length):
+    with pytest.raises((TypeError, ValueError), match="max_length"):
+        pma.PMA(**SIZES)(EVENTS, OFFSETS, max_length=max_length)
+
+
+def test_mark_dynamic_names_what_it_cannot_mark():
+    with pytest.raises(pma.UnsupportedError, match=r"nested.*events\.values"):
+        pma.mark_dynamic(torch.nested.nested_tensor_from_jagged(EVENTS, OFFSETS))
+    with pytest.raises(TypeError, match="events"):
+        pma.mark_dynamic([1.0], OFFSETS)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_float16_autocast_does_not_overflow_large_events(precision):
+    module, (events, offsets) = make_pma(precision=precision, **SIZES), make_jagged([9, 3], 128)
+    with torch.autocast("cpu", dtype=torch.float16):
+        out = module(events * 1e5, offsets)
+    assert out.dtype == torch.float16 and out.isfinite().all()
+    assert torch.equal(out, module(events * 1e5, offsets).half())
+
+
+def test_meta_device_runs():
+    assert pma.PMA(device="meta", **SIZES)(EVENTS.to("meta"), OFFSETS.to("meta")).shape == (2, 5, 128)
 
 
 def test_backend_report_names_every_operator():

@@ -1,6 +1,6 @@
 """Jagged data: offsets arithmetic on the device, conversions, opt-in validation of values."""
 
-from pma.jagged.conversions import JaggedInput, to_keyed_tensor, to_values_and_offsets
+from pma.jagged.conversions import FLOAT_DTYPES, JaggedInput, to_keyed_tensor, to_values_and_offsets
 from pma.jagged.row_blocks import (
     RowBlocks,
     num_row_blocks,
@@ -12,6 +12,7 @@ from pma.jagged.row_blocks import (
 from pma.jagged.validation import validate_offsets
 
 __all__ = [
+    "FLOAT_DTYPES",
     "JaggedInput",
     "RowBlocks",
     "num_row_blocks",

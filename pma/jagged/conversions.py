@@ -18,14 +18,16 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OFFSET_DTYPES = (torch.int32, torch.int64)
 
 
-def to_values_and_offsets(events: Any, offsets: Tensor | None = None, *, embed_dim: int) -> tuple[Tensor, Tensor]:
+def to_values_and_offsets(
+    events: Any, offsets: Tensor | None = None, *, embed_dim: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Return (values [T, E], offsets [B+1]) of a jagged input, checked by shape, dtype and device only.
 
     Args:
         events: [T, E] float tensor together with `offsets`; or a TorchRec JaggedTensor; or a torch.nested tensor
             [B, j, E] of jagged layout without holes. A JaggedTensor's weights are never used.
         offsets: [B+1] int32 or int64 on the device of `events`; only with a plain tensor.
-        embed_dim: E, which the values must have; an empty 1-D JaggedTensor takes it from here.
+        embed_dim: E, which the values must have (None: any); an empty 1-D JaggedTensor takes it from here.
     Raises:
         TypeError: wrong type or dtype, or offsets given twice.    ValueError: rank, size or device.
         UnsupportedError: a nested tensor with holes, or jagged in another dimension.
@@ -48,7 +50,8 @@ def to_values_and_offsets(events: Any, offsets: Tensor | None = None, *, embed_d
     check_tensor("events", values, ndim=2, dtypes=FLOAT_DTYPES)
     check_tensor("offsets", offsets, ndim=1, dtypes=OFFSET_DTYPES)
     check_same_device("offsets", offsets, "events", values)
-    check_size("events", values, 1, embed_dim, "embed_dim")
+    if embed_dim is not None:
+        check_size("events", values, 1, embed_dim, "embed_dim")
     if guard_or_false(offsets.shape[0] == 0):
         raise ShapeError("offsets must have B + 1 >= 1 entries, got 0")
     return values, offsets
@@ -68,10 +71,10 @@ def _is_jagged_tensor(events: object) -> bool:
     return torchrec is not None and isinstance(events, torchrec.JaggedTensor)
 
 
-def _from_jagged_tensor(events: Any, embed_dim: int) -> tuple[Tensor, Tensor]:
+def _from_jagged_tensor(events: Any, embed_dim: int | None) -> tuple[Tensor, Tensor]:
     values, offsets = events.values(), events.offsets()
     if values.ndim == 1 and guard_or_false(values.shape[0] == 0):  # JaggedTensor.empty()
-        values = values.reshape(0, embed_dim)
+        values = values.reshape(0, embed_dim or 1)
     if guard_or_false(offsets.shape[0] == 0):  # no segments at all
         offsets = torch.zeros(1, dtype=torch.int64, device=values.device)
     return values, offsets

@@ -2,6 +2,9 @@
 
 from torch import Tensor
 
+from pma.checks import check_int, check_tensor
+from pma.jagged.conversions import OFFSET_DTYPES
+
 
 def validate_offsets(offsets: Tensor, total_rows: int) -> None:
     """Raise ValueError unless 0 <= offsets[0], offsets never decrease and offsets[-1] <= total_rows.
@@ -10,6 +13,8 @@ def validate_offsets(offsets: Tensor, total_rows: int) -> None:
         offsets: [B+1] integer, on any device; copied to the host (a sync).
         total_rows: rows of the buffer that the offsets index.
     """
+    check_tensor("offsets", offsets, ndim=1, dtypes=OFFSET_DTYPES)
+    check_int("total_rows", total_rows, least=0)
     host = offsets.tolist()
     if not host:
         raise ValueError("offsets must have B + 1 >= 1 entries, got 0")

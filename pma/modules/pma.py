@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pma.checks import UnsupportedError, check_choice, check_positive_int, check_same_device
+from pma.checks import UnsupportedError, check_bool, check_choice, check_finite, check_int, check_same_device
 from pma.functional import PMAWeights, pooled_attention, pooled_attention_unquantized
-from pma.jagged import JaggedInput, to_values_and_offsets
+from pma.jagged import FLOAT_DTYPES, JaggedInput, to_values_and_offsets
 from pma.layouts import BLOCK
 from pma.modules.layers import Projection, RMSNorm
 from pma.numerics import AttentionNumerics
@@ -29,7 +29,7 @@ class PMA(nn.Module):
         num_heads: H; embed_dim / num_heads must be a multiple of 32.
         num_seeds: S, any positive number.
         value_projection: project the values too (otherwise they are the normalised events).
-        norm_eps: added to the mean square of both norms; 0 is allowed.
+        norm_eps: added to the mean square of both norms; 0 is allowed (an event of zeros is then NaN).
         precision: "mxfp8", or "bf16" / "fp32": the same mathematics without block scales (plain PyTorch).
         numerics: rounding choices of "mxfp8"; None takes the backend's own record.
         backend: "auto" (kernels where the device has them, else the reference), "reference", "sm90", "sm100".
@@ -53,14 +53,16 @@ class PMA(nn.Module):
         _check_widths(embed_dim, num_heads, num_seeds)
         check_choice("precision", precision, PRECISIONS)
         backends.check_backend(backend)
-        if norm_eps < 0:
-            raise ValueError(f"norm_eps must be at least 0, got {norm_eps}")
+        check_finite("norm_eps", norm_eps)
+        check_bool("value_projection", value_projection)
+        if dtype is not None:
+            check_choice("dtype", dtype, FLOAT_DTYPES)
         if numerics is not None and not isinstance(numerics, AttentionNumerics):
             raise TypeError(f"numerics must be a pma.AttentionNumerics or None, got {type(numerics).__name__}")
         self.embed_dim, self.num_heads, self.num_seeds = embed_dim, num_heads, num_seeds
-        self.norm_eps, self.precision, self.backend = norm_eps, precision, backend
-        self.numerics = AttentionNumerics() if numerics is None else numerics
-        self._numerics_token = self.numerics.token()
+        self.norm_eps, self._precision, self._backend = norm_eps, precision, backend
+        self._numerics = AttentionNumerics() if numerics is None else numerics
+        self._numerics_token = self._numerics.token()
         like: dict[str, Any] = {"device": device, "dtype": dtype}
         self.seed_embs = nn.Parameter(torch.empty(num_seeds, embed_dim, **like))
         self.query_norm = RMSNorm(embed_dim, norm_eps, **like)
@@ -92,8 +94,8 @@ class PMA(nn.Module):
         """
         values, offsets = to_values_and_offsets(events, offsets, embed_dim=self.embed_dim)
         check_same_device("events", values, "the parameters", self.seed_embs)
-        if torch.is_autocast_enabled(values.device.type):
-            values = values.to(torch.get_autocast_dtype(values.device.type))
+        if max_length is not None:
+            check_int("max_length", max_length, least=0)
         weights = PMAWeights(
             self.seed_embs,
             self.query_norm.weight,
@@ -102,13 +104,28 @@ class PMA(nn.Module):
             self.key_proj.weight,
             None if self.value_proj is None else self.value_proj.weight,
         )
-        config = self.config(values.dtype)
+        config = self.config(_output_dtype(values))
         if self.precision == "mxfp8":
             return pooled_attention(values, offsets, weights, config)
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
         if values.dtype == torch.float64 and self.precision == "fp32":
             dtype = torch.float64
         return pooled_attention_unquantized(values, offsets, weights, config, dtype)
+
+    @property
+    def precision(self) -> str:
+        """Fixed at construction."""
+        return self._precision
+
+    @property
+    def backend(self) -> str:
+        """Fixed at construction."""
+        return self._backend
+
+    @property
+    def numerics(self) -> AttentionNumerics:
+        """Rounding choices, fixed at construction."""
+        return self._numerics
 
     def config(self, out_dtype: torch.dtype) -> PMAConfig:
         """Static facts of this module for `pma.functional`."""
@@ -134,14 +151,23 @@ class PMA(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_seeds={self.num_seeds}, "
-            f"precision={self.precision!r}, backend={self.backend!r}"
+            f"norm_eps={self.norm_eps}, precision={self.precision!r}, numerics={self._numerics_token}, "
+            f"backend={self.backend!r}"
         )
 
 
+def _output_dtype(events: Tensor) -> torch.dtype:
+    """Autocast's dtype where that is on, else the dtype of events, which themselves are never cast down."""
+    device_type = events.device.type
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return events.dtype
+
+
 def _check_widths(embed_dim: int, num_heads: int, num_seeds: int) -> None:
-    check_positive_int("embed_dim", embed_dim)
-    check_positive_int("num_heads", num_heads)
-    check_positive_int("num_seeds", num_seeds)
+    check_int("embed_dim", embed_dim, least=1)
+    check_int("num_heads", num_heads, least=1)
+    check_int("num_seeds", num_seeds, least=1)
     if embed_dim % num_heads:
         raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
     head_dim = embed_dim // num_heads

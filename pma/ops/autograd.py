@@ -1,5 +1,6 @@
 """The differentiable boundary: what is differentiable in PMA goes through one of the two functions below."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +80,7 @@ class PMAFunction(torch.autograd.Function):
             dwv = ops.weight_grad(dv, dv_scales, x, x_scales, offsets).to(ctx.projection_dtype)
             added = (None, None)
         devents, dkey_norm = ops.rmsnorm_backward(dx, *added, events, key_norm, rstd, offsets)
-        with torch.autocast(dq.device.type, enabled=False):  # small products, in float32 always
+        with without_autocast(dq):  # small products, in float32 always
             dwq = dq.t() @ ops.dequantize(xq, xq_scales, seed_offsets)
             dxq = dq @ ops.dequantize(wq, wq_scales, _one_segment(wq))
         dseeds, dquery_norm = ops.rmsnorm_backward(dxq, None, None, seeds, query_norm, seeds_rstd, seed_offsets)
@@ -106,6 +107,13 @@ class PlainAttentionFunction(torch.autograd.Function):
         q, k, v, offsets, out, lse = ctx.saved_tensors
         dq, dk, dv = ops.plain_attention_backward(dout, q, k, v, offsets, out, lse, ctx.num_heads)
         return *_once(out, dq, dk, dv), None, None
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager:
+    """Context in which products on the tensor's device keep their dtype; the meta device knows no autocast."""
+    if tensor.device.type == "meta":
+        return nullcontext()
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 class _Once(torch.autograd.Function):
