@@ -66,14 +66,14 @@ def uneven_lengths(num_segments: int, max_length: int, *, seed: int = 0) -> list
 
 def sqnr_db(actual: Tensor, expected: Tensor) -> float:
     """10·log10(Σ expected² / Σ (actual − expected)²): inf when equal, NaN when NaN came."""
-    actual, expected = actual.double(), expected.double()
+    actual, expected = actual.detach().double(), expected.detach().double()
     noise, signal = (actual - expected).square().sum(), expected.square().sum()
     return float(10.0 * torch.log10(signal / noise)) if noise != 0 else math.inf
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """‖actual − expected‖ / ‖expected‖ in float64; 0 when both are 0."""
-    actual, expected = actual.double(), expected.double()
+    actual, expected = actual.detach().double(), expected.detach().double()
     error = (actual - expected).norm()
     return 0.0 if error == 0 else float(error / expected.norm())
 
