@@ -137,6 +137,18 @@ def test_k_smoothing_rescues_keys_with_a_large_common_mean():
     assert smooth > plain + 1
 
 
+def test_bf16_dp_spares_the_seeds_the_rounding_of_dout():
+    events, offsets = make_jagged([400, 300], 64)
+    sizes = {"embed_dim": 64, "num_heads": 1, "num_seeds": 32, "projection_gain": 0.5}
+    exact = run_with_gradients(make_pma(precision="fp32", **sizes), events, offsets)
+    plain, bf16 = (
+        run_with_gradients(make_pma(numerics=n, **sizes), events, offsets)
+        for n in (AttentionNumerics(), AttentionNumerics(dp_operands="bf16"))
+    )
+    for name in ("seed_embs.grad", "query_proj.weight.grad", "key_proj.weight.grad"):
+        assert sqnr_db(bf16[name], exact[name]) > sqnr_db(plain[name], exact[name]) + 0.3
+
+
 def test_repeated_max_guard_keeps_p_below_one_where_maxima_repeat():
     seen = []
 
