@@ -38,8 +38,10 @@ def pooled_attention(events: Tensor, offsets: Tensor, weights: PMAWeights, confi
 def pooled_attention_unquantized(
     events: Tensor, offsets: Tensor, weights: PMAWeights, config: PMAConfig, dtype: torch.dtype
 ) -> Tensor:
-    """`pooled_attention` without MXFP8: norms in float32, products in `dtype` (bfloat16, float32 or float64).
+    """`pooled_attention` without MXFP8: norms and products in float64, rounded to `dtype`.
 
+    Args:
+        events, offsets, weights, config: as there.    dtype: bfloat16, float32 or float64.
     Returns:
         [B, S, E] in config.out_dtype. Products accumulate in float64, so that no bit depends on a segment's neighbours.
     """

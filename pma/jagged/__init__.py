@@ -3,6 +3,7 @@
 from pma.jagged.conversions import FLOAT_DTYPES, JaggedInput, to_keyed_tensor, to_values_and_offsets
 from pma.jagged.row_blocks import (
     RowBlocks,
+    equal_offsets,
     num_row_blocks,
     row_block_starts,
     row_blocks,
@@ -15,6 +16,7 @@ __all__ = [
     "FLOAT_DTYPES",
     "JaggedInput",
     "RowBlocks",
+    "equal_offsets",
     "num_row_blocks",
     "row_block_starts",
     "row_blocks",

@@ -22,6 +22,11 @@ class RowBlocks(NamedTuple):
     num_rows: Tensor  # [N] int64, 0 … R
 
 
+def equal_offsets(num_segments: int, rows_per_segment: int, device: torch.device) -> Tensor:
+    """Offsets of segments of one length: 0, n, 2n, … → [B+1] int64."""
+    return torch.arange(num_segments + 1, device=device) * rows_per_segment
+
+
 def num_row_blocks(total_rows: int, num_segments: int, rows_per_block: int) -> int:
     """Slots that hold every block of `num_segments` segments in a buffer of `total_rows` rows, whatever the lengths."""
     return total_rows // rows_per_block + num_segments

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pma.numerics import E4M3_MAX
+
 BLOCK = 32
-E4M3_MAX = 448.0
 SCALE_BIAS = 127
 SCALE_NAN = 255
 SCALE_ONE = 127

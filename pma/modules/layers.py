@@ -1,18 +1,11 @@
-"""Parameter holders with the names of a conventional model: `RMSNorm` and `Projection`.
+"""The projection that PMA holds beside `torch.nn.RMSNorm`.
 
-PMA fuses their mathematics into its operators; each is also usable alone, in plain PyTorch.
+PMA fuses the mathematics of both into its operators; each is also usable alone, in plain PyTorch.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-
-class RMSNorm(nn.RMSNorm):
-    """torch.nn.RMSNorm over the last dimension, weight 1 at the start."""
-
-    def __init__(self, embed_dim: int, eps: float, *, device: torch.device | None, dtype: torch.dtype | None) -> None:
-        super().__init__(embed_dim, eps=eps, device=device, dtype=dtype)
 
 
 class Projection(nn.Module):

@@ -9,7 +9,7 @@ from pma.checks import UnsupportedError, check_bool, check_choice, check_finite,
 from pma.functional import PMAWeights, pooled_attention, pooled_attention_unquantized
 from pma.jagged import FLOAT_DTYPES, JaggedInput, to_values_and_offsets
 from pma.layouts import BLOCK
-from pma.modules.layers import Projection, RMSNorm
+from pma.modules.layers import Projection
 from pma.numerics import AttentionNumerics
 from pma.ops import backends
 from pma.ops.autograd import PMAConfig
@@ -65,9 +65,9 @@ class PMA(nn.Module):
         self._numerics_token = self._numerics.token()
         like: dict[str, Any] = {"device": device, "dtype": dtype}
         self.seed_embs = nn.Parameter(torch.empty(num_seeds, embed_dim, **like))
-        self.query_norm = RMSNorm(embed_dim, norm_eps, **like)
+        self.query_norm = nn.RMSNorm(embed_dim, eps=norm_eps, **like)
         self.query_proj = Projection(embed_dim, **like)
-        self.key_norm = RMSNorm(embed_dim, norm_eps, **like)
+        self.key_norm = nn.RMSNorm(embed_dim, eps=norm_eps, **like)
         self.key_proj = Projection(embed_dim, **like)
         self.value_proj = Projection(embed_dim, **like) if value_projection else None
         self.reset_parameters()

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pma.jagged import equal_offsets
 from pma.ops import operators as ops
 
 
@@ -137,4 +138,4 @@ def _once(anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...
 
 def _one_segment(rows: Tensor) -> Tensor:
     """Offsets of a matrix that is one segment: [0, number of rows]."""
-    return torch.arange(2, device=rows.device) * rows.shape[0]
+    return equal_offsets(1, rows.shape[0], rows.device)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pma import layouts
+from pma.jagged import equal_offsets
 from pma.layouts import MXFP8Tensor
 from pma.numerics import AttentionNumerics
 from pma.reference import attention, norm, projection
@@ -32,7 +33,7 @@ def quantize_dout(
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_segments, num_seeds, embed_dim = dout.shape
     rows = dout.reshape(-1, embed_dim)
-    offsets = torch.arange(num_segments + 1, device=dout.device) * num_seeds
+    offsets = equal_offsets(num_segments, num_seeds, dout.device)
     data, scales = layouts.quantize(rows, offsets, columns_per_scale=columns_per_scale)
     seen = rows.bfloat16() if dp_operands == "bf16" else layouts.dequantize(data, scales, offsets)
     products = seen.double() * out.reshape(-1, embed_dim).double()
@@ -85,7 +86,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`saved.dout` is the unquantised dO here; it is used only with dp_operands="bf16"."""
     operands, record = _operands(q, k, v, offsets, shape), AttentionNumerics.from_token(numerics)
-    dout_offsets = torch.arange(offsets.shape[0], device=offsets.device) * shape.num_seeds
+    dout_offsets = equal_offsets(offsets.shape[0] - 1, shape.num_seeds, offsets.device)
     dequantized = layouts.dequantize(*dout, dout_offsets)
     dp_dout = saved.dp_dout.bfloat16().float() if record.dp_operands == "bf16" else dequantized
     inputs = saved._replace(dout=dequantized, dp_dout=dp_dout)
@@ -126,16 +127,11 @@ def plain_attention_backward(
 
 
 def _dense(matrix: MXFP8Tensor) -> Tensor:
-    return layouts.dequantize(*matrix, _one_segment(matrix.data))
-
-
-def _one_segment(rows: Tensor) -> Tensor:
-    return torch.arange(2, device=rows.device) * rows.shape[0]
+    return layouts.dequantize(*matrix, equal_offsets(1, matrix.data.shape[0], matrix.data.device))
 
 
 def _operands(q: MXFP8Tensor, k: MXFP8Tensor, v: MXFP8Tensor, offsets: Tensor, shape: AttentionShape) -> Operands:
-    q_segments = q.data.shape[0] // shape.num_seeds
-    q_offsets = torch.arange(q_segments + 1, device=q.data.device) * shape.num_seeds
+    q_offsets = equal_offsets(q.data.shape[0] // shape.num_seeds, shape.num_seeds, q.data.device)
     return Operands(
         layouts.dequantize(*q, q_offsets),
         layouts.dequantize(*k, offsets),
