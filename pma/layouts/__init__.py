@@ -3,6 +3,7 @@
 from pma.layouts.mxfp8 import BLOCK, MXFP8Tensor, decode_scales
 from pma.layouts.quantize import dequantize, quantize, quantize_blocks
 from pma.layouts.scale_tiles import gather_scales, scatter_scales, tile_shape
+from pma.layouts.transposed import transpose_payload
 
 __all__ = [
     "BLOCK",
@@ -14,4 +15,5 @@ __all__ = [
     "quantize_blocks",
     "scatter_scales",
     "tile_shape",
+    "transpose_payload",
 ]

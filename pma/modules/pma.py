@@ -140,13 +140,18 @@ class PMA(nn.Module):
             headroom_exponent=record.headroom_exponent,
             k_smoothing=record.k_smoothing,
             out_dtype=out_dtype,
+            backend=self.backend,
         )
 
     def backend_report(self) -> dict[str, str]:
         """Operator → the implementation that serves it and why; `numerics` and `precision` are named too."""
         if self.precision != "mxfp8":
             return {"precision": f"{self.precision}: reference without quantisation, plain PyTorch"}
-        return {"precision": "mxfp8", "numerics": repr(self.numerics)} | backends.report(self.backend)
+        return {"precision": "mxfp8", "numerics": repr(self.numerics)} | self._operators()
+
+    def _operators(self) -> dict[str, str]:
+        weight = self.key_norm.weight
+        return backends.report(self.backend, weight.device, weight.dtype, self.embed_dim, self.num_heads)
 
     def extra_repr(self) -> str:
         return (

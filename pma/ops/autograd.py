@@ -22,6 +22,7 @@ class PMAConfig(NamedTuple):
     headroom_exponent: int  # of Q and K
     k_smoothing: bool
     out_dtype: torch.dtype
+    backend: str
 
 
 class PMAFunction(torch.autograd.Function):
@@ -32,17 +33,17 @@ class PMAFunction(torch.autograd.Function):
         ctx: Any, events: Tensor, offsets: Tensor, seeds: Tensor, query_norm: Tensor, query_proj: Tensor,
         key_norm: Tensor, key_proj: Tensor, value_proj: Tensor | None, config: PMAConfig,
     ) -> Tensor:  # fmt: skip
-        c, wide = config, config.projection_columns_per_scale
+        c, wide, backend = config, config.projection_columns_per_scale, config.backend
         seed_offsets, weight_offsets = _one_segment(seeds), _one_segment(query_proj)
-        wq, wk = (ops.quantize(w, weight_offsets, wide) for w in (query_proj, key_proj))
-        xq, xq_scales, seeds_rstd = ops.rmsnorm_quantize(seeds, query_norm, seed_offsets, c.norm_eps, wide)
-        x, x_scales, rstd = ops.rmsnorm_quantize(events, key_norm, offsets, c.norm_eps, wide)
+        wq, wk = (ops.quantize(w, weight_offsets, wide, backend) for w in (query_proj, key_proj))
+        xq, xq_scales, seeds_rstd = ops.rmsnorm_quantize(seeds, query_norm, seed_offsets, c.norm_eps, wide, backend)
+        x, x_scales, rstd = ops.rmsnorm_quantize(events, key_norm, offsets, c.norm_eps, wide, backend)
         narrow = (c.columns_per_scale, c.headroom_exponent)
         q = ops.gemm_quantize(xq, xq_scales, *wq, seed_offsets, *narrow, False)
         k = ops.gemm_quantize(x, x_scales, *wk, offsets, *narrow, c.k_smoothing)
         wv, v = (None, None), (x, x_scales)
         if value_proj is not None:
-            wv = ops.quantize(value_proj, weight_offsets, wide)
+            wv = ops.quantize(value_proj, weight_offsets, wide, backend)
             v = ops.gemm_quantize(x, x_scales, *wv, offsets, c.columns_per_scale, 0, False)
         sizes = (seeds.shape[0], c.num_heads)
         out, lse, row_sum_log2 = ops.attention_forward(*q, *k, *v, offsets, *sizes, c.numerics, c.out_dtype)
@@ -67,7 +68,7 @@ class PMAFunction(torch.autograd.Function):
         if not has_value_projection:
             v, v_scales = x, x_scales
         seed_offsets = _one_segment(seeds)
-        do, do_scales, delta = ops.quantize_dout(dout, out, c.num_heads, c.columns_per_scale, c.dp_operands)
+        do, do_scales, delta = ops.quantize_dout(dout, out, c.num_heads, c.columns_per_scale, c.dp_operands, c.backend)
         dq, dk, dk_scales, dv, dv_scales = ops.attention_backward(
             q, q_scales, k, k_scales, v, v_scales, offsets, do, do_scales, dout, delta, lse, row_sum_log2,
             seeds.shape[0], c.num_heads, c.numerics,
@@ -80,11 +81,13 @@ class PMAFunction(torch.autograd.Function):
             dx = dx + ops.gemm(dv, dv_scales, wv, wv_scales, offsets, dx_dtype)
             dwv = ops.weight_grad(dv, dv_scales, x, x_scales, offsets).to(ctx.projection_dtype)
             added = (None, None)
-        devents, dkey_norm = ops.rmsnorm_backward(dx, *added, events, key_norm, rstd, offsets)
+        devents, dkey_norm = ops.rmsnorm_backward(dx, *added, events, key_norm, rstd, offsets, c.backend)
         with without_autocast(dq):  # small products, in float32 always
             dwq = dq.t() @ ops.dequantize(xq, xq_scales, seed_offsets)
             dxq = dq @ ops.dequantize(wq, wq_scales, _one_segment(wq))
-        dseeds, dquery_norm = ops.rmsnorm_backward(dxq, None, None, seeds, query_norm, seeds_rstd, seed_offsets)
+        dseeds, dquery_norm = ops.rmsnorm_backward(
+            dxq, None, None, seeds, query_norm, seeds_rstd, seed_offsets, c.backend
+        )
         dwq, dwk = dwq.to(ctx.projection_dtype), dwk.to(ctx.projection_dtype)
         dquery_norm, dkey_norm = dquery_norm.to(query_norm.dtype), dkey_norm.to(key_norm.dtype)
         devents, dseeds, dquery_norm, dwq, dkey_norm, dwk, dwv = _once(

@@ -3,7 +3,7 @@
 All are non-differentiable and return plain tensors: `data` is the uint8 bits of float8_e4m3fn, `scales` those of
 float8_e8m0fnu. Sizes: T rows of the jagged buffer, B segments, S seeds, H heads, E model width, R = T // 32 + B
 scale slots. `offsets` is [B+1] int32 or int64. Operators compute in float32 whatever autocast says.
-`autograd.py` is the one differentiable boundary.
+`autograd.py` is the one differentiable boundary. `backend`: see `backends.py`.
 """
 
 from collections.abc import Callable
@@ -13,49 +13,63 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-from pma.jagged import num_row_blocks
+from pma.jagged import equal_offsets, num_row_blocks
 from pma.layouts import BLOCK, MXFP8Tensor, tile_shape
+from pma.ops import any_arch, backends
 from pma.reference import operators as reference
 from pma.reference.attention import AttentionShape, BackwardInputs
 
 
 @custom_op("pma::rmsnorm_quantize", mutates_args=())
 def rmsnorm_quantize(
-    values: Tensor, weight: Tensor, offsets: Tensor, eps: float, columns_per_scale: int
+    values: Tensor, weight: Tensor, offsets: Tensor, eps: float, columns_per_scale: int, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """RMSNorm and quantise. values [T, E], weight [E] → data [T, E], scales [R, E/32], rstd [T] float32."""
+    """RMSNorm and quantise. values [T, E], weight [E] → data [T, E], scales [R, E/32], rstd [T] float32.
+
+    Rows outside the offsets: data 0, rstd 0.
+    """
+    spec = any_arch.quantize_spec(values, offsets, columns_per_scale, weight)
+    if backends.uses_kernel(backend, values.device, spec):
+        return any_arch.rmsnorm_quantize(spec, values, weight, offsets, eps)
     return reference.rmsnorm_quantize(values, weight, offsets, eps, columns_per_scale)
 
 
 @rmsnorm_quantize.register_fake
-def _(values, weight, offsets, eps, columns_per_scale):
+def _(values, weight, offsets, eps, columns_per_scale, backend="auto"):
     return (*_mxfp8_like(values, offsets), _empty(values, values.shape[0]))
 
 
 @custom_op("pma::quantize", mutates_args=())
-def quantize(values: Tensor, offsets: Tensor, columns_per_scale: int) -> tuple[Tensor, Tensor]:
+def quantize(values: Tensor, offsets: Tensor, columns_per_scale: int, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """Quantise. values [T, E] → data [T, E], scales [R, E/32]."""
+    spec = any_arch.quantize_spec(values, offsets, columns_per_scale)
+    if backends.uses_kernel(backend, values.device, spec):
+        return any_arch.quantize(spec, values, offsets)
     return reference.quantize(values, offsets, columns_per_scale)
 
 
 @quantize.register_fake
-def _(values, offsets, columns_per_scale):
+def _(values, offsets, columns_per_scale, backend="auto"):
     return _mxfp8_like(values, offsets)
 
 
 @custom_op("pma::quantize_dout", mutates_args=())
 def quantize_dout(
-    dout: Tensor, out: Tensor, num_heads: int, columns_per_scale: int, dp_operands: str
+    dout: Tensor, out: Tensor, num_heads: int, columns_per_scale: int, dp_operands: str, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise dO and take δ = rowsum(dO∘O) from the dO that dP will see.
 
     dout, out [B, S, E] → data [B·S, E], scales [B·S // 32 + B, E/32], delta [B·S, H] float32.
     """
+    offsets = equal_offsets(dout.shape[0], dout.shape[1], dout.device)
+    spec = any_arch.quantize_dout_spec(dout, out, offsets, num_heads, columns_per_scale, dp_operands)
+    if backends.uses_kernel(backend, dout.device, spec):
+        return any_arch.quantize_dout(spec, dout, out, offsets)
     return reference.quantize_dout(dout, out, num_heads, columns_per_scale, dp_operands)
 
 
 @quantize_dout.register_fake
-def _(dout, out, num_heads, columns_per_scale, dp_operands):
+def _(dout, out, num_heads, columns_per_scale, dp_operands, backend="auto"):
     num_segments, num_seeds, embed_dim = dout.shape
     rows = num_segments * num_seeds
     slots = num_row_blocks(rows, num_segments, BLOCK)
@@ -75,13 +89,16 @@ def _(data, scales, offsets):
 
 
 @custom_op("pma::scatter_scales", mutates_args=())
-def scatter_scales(scales: Tensor, offsets: Tensor, total_rows: int, direction: str) -> Tensor:
+def scatter_scales(scales: Tensor, offsets: Tensor, total_rows: int, direction: str, backend: str = "auto") -> Tensor:
     """Compact scales [R, E/32] → "row" or "column" tiles of a matrix of `total_rows` rows; see layouts/scale_tiles."""
+    spec = any_arch.scatter_scales_spec(scales, offsets, direction)
+    if backends.uses_kernel(backend, scales.device, spec):
+        return any_arch.scatter_scales(scales, offsets, total_rows, direction)
     return reference.scatter_scales(scales, offsets, total_rows, direction)
 
 
 @scatter_scales.register_fake
-def _(scales, offsets, total_rows, direction):
+def _(scales, offsets, total_rows, direction, backend="auto"):
     shape = tile_shape(total_rows, offsets.shape[0] - 1, scales.shape[1] * BLOCK, direction)
     return _empty(scales, *shape, dtype=torch.uint8)
 
@@ -182,18 +199,21 @@ def _(
 @custom_op("pma::rmsnorm_backward", mutates_args=())
 def rmsnorm_backward(
     dy: Tensor, dv_data: Tensor | None, dv_scales: Tensor | None, values: Tensor, weight: Tensor, rstd: Tensor,
-    offsets: Tensor,
+    offsets: Tensor, backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of RMSNorm for dy + dequantised dV (when given).
 
     dy, values [T, E] → dvalues [T, E] in the dtype of values (0 outside the offsets), dweight [E] float32.
     """
     dv = None if dv_data is None or dv_scales is None else MXFP8Tensor(dv_data, dv_scales)
+    spec = any_arch.rmsnorm_backward_spec(dy, dv, values, weight, offsets)
+    if backends.uses_kernel(backend, values.device, spec):
+        return any_arch.rmsnorm_backward(spec, dy, dv, values, weight, rstd, offsets)
     return reference.rmsnorm_backward(dy, dv, values, weight, rstd, offsets)
 
 
 @rmsnorm_backward.register_fake
-def _(dy, dv_data, dv_scales, values, weight, rstd, offsets):
+def _(dy, dv_data, dv_scales, values, weight, rstd, offsets, backend="auto"):
     return _empty(values, *values.shape, dtype=values.dtype), _empty(values, weight.shape[0])
 
 

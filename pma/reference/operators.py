@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pma import layouts
-from pma.jagged import equal_offsets
+from pma.jagged import equal_offsets, segment_of_rows
 from pma.layouts import MXFP8Tensor
 from pma.numerics import AttentionNumerics
 from pma.reference import attention, norm, projection
@@ -20,7 +20,7 @@ def rmsnorm_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     normalised, rstd = norm.rmsnorm(values, weight, eps)
     data, scales = layouts.quantize(normalised, offsets, columns_per_scale=columns_per_scale)
-    return data, scales, rstd
+    return data, scales, torch.where(segment_of_rows(offsets, values.shape[0]) >= 0, rstd, 0.0)
 
 
 def quantize(values: Tensor, offsets: Tensor, columns_per_scale: int) -> tuple[Tensor, Tensor]:

@@ -9,9 +9,13 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.experimental import primitives
 
+CONSUMER_BARRIER = 1  # named barrier of the consuming warps
+
 
 @cute.jit
-def init_ring(full: cute.Pointer, empty: cute.Pointer, stages: cutlass.Constexpr[int], consumers: cutlass.Constexpr[int]):
+def init_ring(
+    full: cute.Pointer, empty: cute.Pointer, stages: cutlass.Constexpr[int], consumers: cutlass.Constexpr[int]
+):
     """Initialise the barriers; call in one thread, then `mbarrier_init_fence` and a block-wide barrier."""
     for stage in cutlass.range_constexpr(stages):
         cute.arch.mbarrier_init(full + stage, 1)

@@ -40,6 +40,20 @@ class QuantizeSpec:
         """Bytes of a row that a block of threads keeps in shared memory."""
         return self.columns * (self.dtype.itemsize + (self.out_dtype.itemsize if self.out_dtype else 0))
 
+    def why_unsupported(self) -> str | None:
+        """None if the kernel serves the spec, else the reason, naming what came and what is allowed."""
+        if self.columns % BLOCK or not 0 < self.columns <= MAX_COLUMNS:
+            return f"the width must be a multiple of {BLOCK} up to {MAX_COLUMNS}, got {self.columns}"
+        if self.dtype not in FLOAT_DTYPES:
+            return f"values must be bfloat16, float16 or float32, got {self.dtype}"
+        if self.weight_dtype not in (None, *FLOAT_DTYPES):
+            return f"the weight must be bfloat16, float16 or float32, got {self.weight_dtype}"
+        if self.delta_columns:
+            lanes = self.delta_columns // CHUNK
+            if self.delta_columns % BLOCK or self.columns % self.delta_columns or lanes & (lanes - 1) or lanes > 32:
+                return f"the head width must be 32, 64, 128 or 256 and divide {self.columns}, got {self.delta_columns}"
+        return None
+
 
 @dataclass(frozen=True)
 class QuantizeConfig:
@@ -73,33 +87,16 @@ class QuantizeConfig:
         return rows + weight + maxima + tile_scales + transposed + 64 * self.stages + 1024
 
 
-def why_unsupported(spec: QuantizeSpec) -> str | None:
-    """None if the kernel serves the spec, else the reason, naming what came and what is allowed."""
-    if spec.columns % BLOCK or not 0 < spec.columns <= MAX_COLUMNS:
-        return f"the width must be a multiple of {BLOCK} up to {MAX_COLUMNS}, got {spec.columns}"
-    if spec.dtype not in FLOAT_DTYPES:
-        return f"values must be bfloat16, float16 or float32, got {spec.dtype}"
-    if spec.weight_dtype not in (None, *FLOAT_DTYPES):
-        return f"the weight must be bfloat16, float16 or float32, got {spec.weight_dtype}"
-    if spec.delta_columns:
-        lanes = spec.delta_columns // CHUNK
-        if spec.delta_columns % BLOCK or spec.columns % spec.delta_columns or lanes & (lanes - 1) or lanes > 32:
-            return f"the head width must be 32, 64, 128 or 256 and divide {spec.columns}, got {spec.delta_columns}"
-    return None
-
-
 def choose_config(spec: QuantizeSpec, facts: DeviceFacts) -> QuantizeConfig:
     """Lanes for whole rows without idle ones; as many stages as fit in two or more blocks of threads on one SM."""
     lanes = next(n for n in (32, 16, 8, 4) if spec.chunks % n == 0)
-    if spec.delta_columns:
-        lanes = max(lanes, min(32, spec.delta_columns // CHUNK))
-    warps = min(8, lanes)
-    for blocks_per_sm, stages in ((3, 3), (2, 4), (2, 3), (3, 2), (2, 2), (1, 4), (1, 3), (1, 2)):
+    for blocks_per_sm, stages in ((2, 4), (2, 2), (1, 4), (1, 3), (1, 2)):  # measured: DESIGN.md, memory-bound kernels
+        warps = min(8 if blocks_per_sm > 1 else 16, lanes)
         config = QuantizeConfig(lanes, warps, stages, blocks_per_sm, is_resident=True)
         if _fits(config, spec, facts):
             return config
     for blocks_per_sm in (4, 3, 2, 1):
-        config = QuantizeConfig(lanes, warps, 2, blocks_per_sm, is_resident=False)
+        config = QuantizeConfig(lanes, min(8, lanes), 2, blocks_per_sm, is_resident=False)
         if _fits(config, spec, facts):
             return config
     raise ValueError(f"no configuration of the quantising kernel for {spec}")
