@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pma.jagged import num_row_blocks, row_blocks, rows_to_blocks
-from pma.layouts import decode_scales, dequantize, gather_scales, quantize, scatter_scales
+from pma.layouts import decode_scales, dequantize, gather_scales, quantize, scatter_scales, transpose_payload
 from pma.layouts.mxfp8 import amax_bits, from_payload, inverse_scales, round_e4m3, scale_from_amax_bits
 from pma.testing import NASTY_LENGTHS, make_jagged
 
@@ -232,3 +232,18 @@ def test_scale_tiles_place_every_byte_by_the_formula_and_come_back(direction, co
                     expected[(*index, (row % 32) * 16 + (row // 32) * 4 + position)] = scales[slot, column]
     assert torch.equal(tiles, expected)
     assert torch.equal(gather_scales(tiles, offsets, total_rows, columns, direction), scales)
+
+
+@pytest.mark.parametrize("lengths", [NASTY_LENGTHS, (0, 0), (), (3,) * 40], ids=["nasty", "empty", "none", "short"])
+def test_transposed_payload_equals_a_loop_over_tokens(lengths):
+    offsets = torch.tensor([5, *lengths]).cumsum(0)
+    total_rows = int(offsets[-1]) + 9
+    data = torch.randint(1, 256, (total_rows, 64), dtype=torch.uint8)
+    expected = torch.zeros(total_rows // 16 + len(lengths), 64, 16, dtype=torch.uint8)
+    for b, length in enumerate(lengths):
+        first = int(offsets[b])
+        for token in range(length):
+            t, q, e = token % 16 // 8, token % 8 // 2, token % 2
+            expected[first // 16 + b + token // 16, :, 4 * q + 2 * t + e] = data[first + token]
+    assert torch.equal(transpose_payload(data, offsets), expected)
+    assert transpose_payload(data[:0], torch.zeros(3, dtype=torch.int64)).shape == (2, 64, 16)

@@ -101,3 +101,11 @@ def test_opcheck_of_the_backward_operator():
     do, do_scales, delta = ops.quantize_dout(out, out, 2, 32, "mxfp8")
     arguments = (*q, *kv, *kv, offsets, do, do_scales, out, delta, lse, row_sum_log2, *SHAPE, "{}")
     torch.library.opcheck(torch.ops.pma.attention_backward.default, arguments)
+
+
+def test_rstd_is_zero_outside_the_offsets():
+    """What lies outside reaches no output, rstd included."""
+    events = torch.randn(9, 32)
+    events[[0, 8]] = float("nan")
+    _, _, rstd = ops.rmsnorm_quantize(events, torch.ones(32), torch.tensor([1, 4, 8]), 1e-6, 32)
+    assert rstd[[0, 8]].tolist() == [0, 0] and (rstd[1:8] > 0).all()

@@ -19,6 +19,8 @@ import cutlass.cute as cute
 import torch
 from quack.cache import jit_cache
 
+from pma.checks import UnsupportedError
+
 CUTE_DTYPES = {
     torch.bfloat16: cutlass.BFloat16,
     torch.float16: cutlass.Float16,
@@ -51,6 +53,7 @@ def cached(build: Callable[..., Any]) -> Callable[..., Any]:
     def compiled(*static: Any) -> Any:
         return keyed(build.__module__, source_fingerprint(), *static)
 
+    compiled.cache_info = keyed.cache_info
     return compiled
 
 
@@ -71,6 +74,12 @@ def fake_tensor(dtype: torch.dtype, *shape: Any, alignment: int = 16) -> cute.Te
 
 
 def aligned(rows: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if it is contiguous and starts at a multiple of 16 bytes, as bulk copies need, else a copy."""
+    """The tensor itself if it is contiguous and starts at a multiple of 16 bytes, as bulk copies need, else a copy.
+
+    Raises:
+        UnsupportedError: more than 2^31 − 1 rows, which the kernels count in 32 bits.
+    """
+    if rows.shape[0] >= 1 << 31:
+        raise UnsupportedError(f"the kernels take up to 2^31 - 1 rows, got {rows.shape[0]}; use backend='reference'")
     rows = rows.contiguous()
     return rows if rows.data_ptr() % 16 == 0 else rows.clone()

@@ -1,5 +1,6 @@
 """What the kernels know about the GPUs they are compiled for, without asking a driver."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ SM103 = DeviceFacts("sm_103a", 227 * KIB, 228 * KIB)
 _BY_CAPABILITY = {(9, 0): SM90, (10, 0): SM100, (10, 3): SM103}
 
 
+@functools.cache
 def device_facts(device: torch.device) -> DeviceFacts | None:
     """Facts of a CUDA device, None where the library has no kernels for it."""
     if device.type != "cuda":
@@ -33,5 +35,6 @@ def device_facts(device: torch.device) -> DeviceFacts | None:
     return _BY_CAPABILITY.get(torch.cuda.get_device_capability(device))
 
 
+@functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -28,9 +28,9 @@ def store_byte(tensor: cute.Tensor, offset: Int64, byte: Int32):
 
 @cute.jit
 def store_words(tensor: cute.Tensor, offset: Int64, words: cute.Tensor):
-    """Store two or four words of 4 bytes at byte `offset`, a multiple of their size."""
+    """Store two or four words of 4 bytes at byte `offset`, a multiple of their size, whatever the tensor's elements."""
     size = cutlass.const_expr(cute.size(words))
-    target = cute.recast_ptr(element_pointer(tensor, offset, 4 * size), dtype=Uint32)
+    target = cute.make_ptr(Uint32, tensor.iterator.toint() + offset, cute.AddressSpace.gmem, assumed_align=4 * size)
     cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(size)))
 
 

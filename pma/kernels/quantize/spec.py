@@ -4,6 +4,7 @@ One block of threads works through tiles of 128 rows, 32 rows (one row block) at
 `lanes_per_row` lanes; each lane takes `CHUNK` neighbouring columns, then the next `CHUNK` after its neighbours.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -37,8 +38,7 @@ class QuantizeSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row that a block of threads keeps in shared memory."""
-        return self.columns * (self.dtype.itemsize + (self.out_dtype.itemsize if self.out_dtype else 0))
+        return self.columns * self.dtype.itemsize
 
     def why_unsupported(self) -> str | None:
         """None if the kernel serves the spec, else the reason, naming what came and what is allowed."""
@@ -48,6 +48,8 @@ class QuantizeSpec:
             return f"values must be bfloat16, float16 or float32, got {self.dtype}"
         if self.weight_dtype not in (None, *FLOAT_DTYPES):
             return f"the weight must be bfloat16, float16 or float32, got {self.weight_dtype}"
+        if self.out_dtype not in (None, *FLOAT_DTYPES):
+            return f"out must be bfloat16, float16 or float32, got {self.out_dtype}"
         if self.delta_columns:
             lanes = self.delta_columns // CHUNK
             if self.delta_columns % BLOCK or self.columns % self.delta_columns or lanes & (lanes - 1) or lanes > 32:
@@ -87,6 +89,7 @@ class QuantizeConfig:
         return rows + weight + maxima + tile_scales + transposed + 64 * self.stages + 1024
 
 
+@functools.cache
 def choose_config(spec: QuantizeSpec, facts: DeviceFacts) -> QuantizeConfig:
     """Lanes for whole rows without idle ones; as many stages as fit in two or more blocks of threads on one SM."""
     lanes = next(n for n in (32, 16, 8, 4) if spec.chunks % n == 0)

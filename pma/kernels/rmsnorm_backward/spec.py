@@ -4,6 +4,7 @@ A row is shared by `lanes_per_row` threads, within a warp or over several; each 
 columns, then the next `CHUNK` after its neighbours, and keeps its columns of the weight gradient for the whole launch.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +76,7 @@ class RMSNormBackwardConfig:
         return self.stages * stage + 2 * 4 * spec.columns + 8 * self.warps * 4 + 2048
 
 
+@functools.cache
 def choose_config(spec: RMSNormBackwardSpec, facts: DeviceFacts) -> RMSNormBackwardConfig:
     """As few threads for a row as hold its columns in registers, then the most rows that fit two blocks on an SM."""
     lanes = 4
