@@ -67,6 +67,7 @@ class Shared(NamedTuple):
     empty: cute.Pointer
     stage_facts: cute.Tensor  # [stages, 8] int32, see Stage
     rows: cute.Tensor | None  # [32, CHUNK, chunks, stages]
+    out_rows: cute.Tensor | None  # same, of O
     weight: cute.Tensor | None  # [CHUNK, chunks] float32
     maxima: cute.Tensor  # [C / columns_per_scale, 3] bits of amax
     tile_scales: cute.Tensor  # [4, 4·⌈C/128⌉] bytes
@@ -142,6 +143,11 @@ class Quantize:
                 Int32, cute.make_layout((config.stages, len(Stage._fields)), stride=(len(Stage._fields), 1)), 16
             ),
             rows=smem.allocate_tensor(o.values.element_type, row_layout, 128) if config.is_resident else None,
+            out_rows=(
+                smem.allocate_tensor(o.out.element_type, row_layout, 128)
+                if const_expr(config.is_resident and o.out is not None)
+                else None
+            ),
             weight=(
                 smem.allocate_tensor(Float32, cute.make_layout((CHUNK, self.chunks), stride=(1, CHUNK)), 16)
                 if const_expr(self.normalises)
@@ -197,11 +203,19 @@ class Quantize:
             for index in cutlass.range_constexpr(len(Stage._fields)):
                 shared.stage_facts[stage, index] = facts[index]
             if const_expr(self.config.is_resident):
-                num_bytes = cutlass.max(facts.num_rows, 0) * self.spec.row_bytes
-                cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
+                elements = cutlass.max(facts.num_rows, 0) * self.spec.columns
+                offset = Int64(facts.first_row) * self.spec.columns
+                num_bytes = elements * (o.values.element_type.width // 8)
+                out_bytes = Int32(0)
+                if const_expr(o.out is not None):
+                    out_bytes = elements * (o.out.element_type.width // 8)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes + out_bytes)
                 if num_bytes > 0:
-                    source = element_pointer(o.values, Int64(facts.first_row) * self.spec.columns, 16)
+                    source = element_pointer(o.values, offset, 16)
                     bulk_load(shared.rows[None, None, None, stage].iterator, source, num_bytes, full)
+                    if const_expr(o.out is not None):
+                        source = element_pointer(o.out, offset, 16)
+                        bulk_load(shared.out_rows[None, None, None, stage].iterator, source, out_bytes, full)
             else:
                 cute.arch.mbarrier_arrive(full)
 
@@ -270,14 +284,16 @@ class Quantize:
 
     @cute.jit
     def tiles(self, o: QuantizeOperands, shared: Shared, facts: Stage, stage: Int32):
-        """The row block of the values, in shared memory or not, and of O, which is read once: [32, CHUNK, chunks]."""
-        layout = cute.make_layout((BLOCK, CHUNK, self.chunks), stride=(self.spec.columns, 1, CHUNK))
-        offset = Int64(facts.first_row) * self.spec.columns
+        """The row block of the values and of O, [32, CHUNK, chunks] in shared or global memory."""
         if const_expr(self.config.is_resident):
             x = shared.rows[None, None, None, stage]
+            out = shared.out_rows[None, None, None, stage] if const_expr(o.out is not None) else None
         else:
+            layout = cute.make_layout((BLOCK, CHUNK, self.chunks), stride=(self.spec.columns, 1, CHUNK))
+            offset = Int64(facts.first_row) * self.spec.columns
             x = row_tensor(o.values, offset, layout)
-        return x, row_tensor(o.out, offset, layout) if const_expr(o.out is not None) else None
+            out = row_tensor(o.out, offset, layout) if const_expr(o.out is not None) else None
+        return x, out
 
     @cute.jit
     def load_chunk(self, x: cute.Tensor, row: Int32, chunk: Int32):

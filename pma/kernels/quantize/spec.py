@@ -38,7 +38,8 @@ class QuantizeSpec:
 
     @property
     def row_bytes(self) -> int:
-        return self.columns * self.dtype.itemsize
+        """Bytes of a row that a block of threads keeps in shared memory."""
+        return self.columns * (self.dtype.itemsize + (self.out_dtype.itemsize if self.out_dtype else 0))
 
     def why_unsupported(self) -> str | None:
         """None if the kernel serves the spec, else the reason, naming what came and what is allowed."""
