@@ -2,8 +2,9 @@
 
 The cache is quack's `jit_cache`: object files under QUACK_CACHE_DIR (default: a folder of the user in the system's
 temporary directory), one lock for each key, so that processes that start together compile a kernel once and the
-others load it. The key holds everything that decides the machine code: the Python sources of `pma.kernels`, the
-versions of the kernel language and of quack, the architecture, and the kernel's static spec and configuration.
+others load it. The key holds everything that decides the machine code: the Python sources of `pma.kernels` and
+`pma.layouts`, the versions of the kernel language and of quack, the architecture, and the kernel's static spec and
+configuration.
 
 Compiled functions take torch tensors, launch on the current stream of the tensors' device and return nothing.
 """
@@ -33,10 +34,10 @@ CUTE_DTYPES = {
 
 @functools.cache
 def source_fingerprint() -> str:
-    """Hash of the kernels' sources."""
+    """Hash of the sources of the kernels and of the layouts whose constants they take."""
     digest = hashlib.sha256()
-    root = Path(__file__).resolve().parent
-    for path in sorted(root.rglob("*.py")):
+    root = Path(__file__).resolve().parent.parent
+    for path in sorted([*root.glob("kernels/**/*.py"), *root.glob("layouts/*.py")]):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

@@ -462,7 +462,9 @@ def build(arch: str, spec: QuantizeSpec, config: QuantizeConfig, options: str = 
         row_tiles=tiles[0] if spec.writes_tiles else None,
         column_tiles=tiles[1] if spec.writes_tiles else None,
         transposed=fake_tensor(u8, None, columns, GROUP) if spec.writes_transposed else None,
-        weight=fake_tensor(spec.weight_dtype, columns, alignment=4) if spec.weight_dtype else None,
+        weight=fake_tensor(spec.weight_dtype, columns, alignment=spec.weight_dtype.itemsize)
+        if spec.weight_dtype
+        else None,
         rstd=fake_tensor(f32, None, alignment=4) if spec.weight_dtype else None,
         out=fake_tensor(spec.out_dtype, None, columns) if spec.out_dtype else None,
         delta=fake_tensor(f32, None, columns // spec.delta_columns, alignment=4) if spec.delta_columns else None,

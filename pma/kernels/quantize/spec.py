@@ -14,6 +14,7 @@ from pma.layouts import BLOCK
 
 CHUNK = 8  # columns that a lane loads at once: 16 bytes of bf16
 MAX_COLUMNS = 8192
+MAX_TRANSPOSED_COLUMNS = 4096  # a row block of payload lies in shared memory
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -47,6 +48,8 @@ class QuantizeSpec:
             return f"the width must be a multiple of {BLOCK} up to {MAX_COLUMNS}, got {self.columns}"
         if self.dtype not in FLOAT_DTYPES:
             return f"values must be bfloat16, float16 or float32, got {self.dtype}"
+        if self.writes_transposed and self.columns > MAX_TRANSPOSED_COLUMNS:
+            return f"a transposed payload has up to {MAX_TRANSPOSED_COLUMNS} columns, got {self.columns}"
         if self.weight_dtype not in (None, *FLOAT_DTYPES):
             return f"the weight must be bfloat16, float16 or float32, got {self.weight_dtype}"
         if self.out_dtype not in (None, *FLOAT_DTYPES):
@@ -99,7 +102,7 @@ def choose_config(spec: QuantizeSpec, facts: DeviceFacts) -> QuantizeConfig:
         config = QuantizeConfig(lanes, warps, stages, blocks_per_sm, is_resident=True)
         if _fits(config, spec, facts):
             return config
-    for blocks_per_sm in (4, 3, 2, 1):
+    for blocks_per_sm in (2, 1) if spec.dtype == torch.float32 else (3, 2, 1):  # one more spills registers
         config = QuantizeConfig(lanes, min(8, lanes), 2, blocks_per_sm, is_resident=False)
         if _fits(config, spec, facts):
             return config

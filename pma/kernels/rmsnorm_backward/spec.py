@@ -72,7 +72,7 @@ class RMSNormBackwardConfig:
 
     def shared_bytes(self, spec: RMSNormBackwardSpec) -> int:
         """Upper bound of a block's shared memory."""
-        stage = self.rows_per_stage * (spec.row_bytes + 4) + spec.columns // BLOCK + 64
+        stage = self.rows_per_stage * (spec.row_bytes + 4) + 4 * (spec.columns // BLOCK) + 64
         return self.stages * stage + 2 * 4 * spec.columns + 8 * self.warps * 4 + 2048
 
 
