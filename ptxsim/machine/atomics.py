@@ -1,0 +1,66 @@
+"""atom and red on global and shared memory (PTX ISA 9.7.13.8 and .9): lane after lane."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ptxsim.machine.addresses import offset_of, rank_of
+from ptxsim.machine.global_memory import global_bytes
+from ptxsim.machine.operands import Operands, lanes_in
+from ptxsim.machine.warp import Warp
+from ptxsim.ptx.parse import Instruction
+from ptxsim.ptx.program import Handler, Unsupported
+
+TYPES = {
+    "s32": np.int32, "u32": np.uint32, "b32": np.uint32, "f32": np.float32, "s64": np.int64, "u64": np.uint64,
+    "b64": np.uint64, "f64": np.float64,
+}  # fmt: skip
+SHARED_LIMIT = 1 << 28
+
+
+def decode_atomic(instruction: Instruction, operands: Operands) -> Handler:
+    words = instruction.words
+    operation = next((word for word in words if word in _OPERATIONS), None)
+    if operation is None or words[-1] not in TYPES:
+        raise Unsupported(instruction.opcode)
+    texts = list(instruction.operands)
+    target = operands.register(texts.pop(0)) if words[0] == "atom" else None
+    address, value = operands.global_address(texts[0]), operands.wide(texts[1])
+    swap = operands.wide(texts[2]) if operation == "cas" else None
+    kind = np.dtype(TYPES[words[-1]])
+    bits, compute = np.dtype(f"u{kind.itemsize}"), _OPERATIONS[operation]
+
+    def typed(raw: int) -> np.generic:
+        return np.array([raw & (1 << 8 * kind.itemsize) - 1], bits).view(kind)[0]
+
+    def handler(warp: Warp, lanes: int) -> None:
+        cluster = warp.cta.cluster
+        cluster.activity += 1
+        for lane in lanes_in(lanes):
+            place = address(warp, lane)
+            is_shared = place < SHARED_LIMIT
+            cell = (cluster.shared_bytes if is_shared else global_bytes)(place, kind.itemsize).view(kind)
+            old = cell[0].copy()
+            with np.errstate(over="ignore", invalid="ignore"):
+                cell[0] = compute(old, typed(value(warp, lane)), typed(swap(warp, lane)) if swap else None)
+            if is_shared:
+                cluster.monitor.shared_atomic(warp, rank_of(place), offset_of(place), kind.itemsize)
+            if target is not None:
+                warp.registers[target, lane] = int(np.array([old]).view(bits)[0])
+                warp.mark_written(target, 1 << lane)
+
+    return handler
+
+
+_OPERATIONS = {
+    "add": lambda old, value, swap: old + value,
+    "max": lambda old, value, swap: max(old, value),
+    "min": lambda old, value, swap: min(old, value),
+    "and": lambda old, value, swap: old & value,
+    "or": lambda old, value, swap: old | value,
+    "xor": lambda old, value, swap: old ^ value,
+    "exch": lambda old, value, swap: value,
+    "inc": lambda old, value, swap: old - old if old >= value else old + type(old)(1),
+    "dec": lambda old, value, swap: value if old == 0 or old > value else old - type(old)(1),
+    "cas": lambda old, value, swap: swap if old == value else old,
+}

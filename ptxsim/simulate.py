@@ -1,0 +1,72 @@
+"""`with simulate(…):` run unmodified CuTe DSL code on CPU tensors; its kernels run in the simulator."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+
+from ptxsim.host.launches import Launch
+from ptxsim.host.session import HostSession
+from ptxsim.machine.decode import decode_system
+from ptxsim.machine.grid import Grid, Options
+from ptxsim.ptx.parse import parse_kernel
+from ptxsim.ptx.program import Program
+
+ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
+
+
+class simulate:
+    """A context in which kernels of cutlass-dsl run on the CPU.
+
+        with ptxsim.simulate(arch="sm_100a", num_sms=2, seed=1, delay=3000) as simulation:
+            compiled_function(cpu_tensor, …)
+        print(simulation.launches, simulation.findings)
+
+    Args:
+        arch: what kernels are compiled for and think they run on.
+        num_sms: multiprocessors that frameworks see: a small number makes persistent kernels persistent.
+        options: how launches run; `seed`, `delay`, `poison`, `check_registers` and `concurrent` may be given by name.
+        check_bounds: loads and stores to global memory must hit a tensor that was passed in.
+        patch: (PTX, kernel name) → PTX, to plant faults.
+    """
+
+    def __init__(
+        self, arch: str = "sm_100a", num_sms: int = 2, *, options: Options | None = None, check_bounds: bool = False,
+        patch: Callable[[str, str], str] | None = None, **by_name: object,
+    ):  # fmt: skip
+        if arch not in ARCHITECTURES:
+            raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
+        self.options = replace(options or Options(), **by_name)  # type: ignore[arg-type]
+        self.num_sms, self.check_bounds, self.patch = num_sms, check_bounds, patch
+        self.launches: list[Grid] = []
+        self.findings: list[str] = []
+        self._session = HostSession(arch, num_sms, self._run)
+
+    def __enter__(self) -> simulate:
+        self._session.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session.__exit__(kind, error, trace)
+
+    def _run(self, launch: Launch) -> None:
+        ptx = self.patch(launch.ptx, launch.kernel) if self.patch else launch.ptx
+        options = self.options
+        if self.check_bounds:
+            options = replace(options, global_ranges=tuple(self._session.tensor_ranges()))
+        grid = Grid(load_program(ptx, launch.kernel), launch, options, self.num_sms)
+        try:
+            grid.run()
+        finally:
+            self.launches.append(grid)
+            self.findings += grid.findings
+
+
+@functools.lru_cache(maxsize=64)
+def load_program(ptx: str, kernel: str) -> Program:
+    """Parse and decode a kernel, once for each text."""
+    return Program(parse_kernel(ptx, kernel), decode_system)
