@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 
+from ptxsim.checks.findings import Finding, Suppression
+from ptxsim.checks.monitor import Monitor
 from ptxsim.host.launches import Launch
 from ptxsim.host.session import HostSession
 from ptxsim.machine.decode import decode_system
@@ -15,33 +17,40 @@ from ptxsim.ptx.parse import parse_kernel
 from ptxsim.ptx.program import Program
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
+CHECKED = Options(delay=3000, poison=True, check_registers=True, monitor=Monitor)
 
 
 class simulate:
     """A context in which kernels of cutlass-dsl run on the CPU.
 
-        with ptxsim.simulate(arch="sm_100a", num_sms=2, seed=1, delay=3000) as simulation:
+        with ptxsim.simulate(arch="sm_100a", num_sms=2, seed=1) as simulation:
             compiled_function(cpu_tensor, …)
         print(simulation.launches, simulation.findings)
 
     Args:
         arch: what kernels are compiled for and think they run on.
         num_sms: multiprocessors that frameworks see: a small number makes persistent kernels persistent.
-        options: how launches run; `seed`, `delay`, `poison`, `check_registers` and `concurrent` may be given by name.
+        seed: of the order of warps and of the times at which asynchronous operations complete.
+        checks: False runs without any checker, operations complete at once, about four times as fast.
         check_bounds: loads and stores to global memory must hit a tensor that was passed in.
+        suppressions: findings that are none.
         patch: (PTX, kernel name) → PTX, to plant faults.
+        options: fields of `Options` by name, over what `checks` chooses.
     """
 
     def __init__(
-        self, arch: str = "sm_100a", num_sms: int = 2, *, options: Options | None = None, check_bounds: bool = False,
-        patch: Callable[[str, str], str] | None = None, **by_name: object,
+        self, arch: str = "sm_100a", num_sms: int = 2, *, seed: int = 0, checks: bool = True,
+        check_bounds: bool = False,
+        suppressions: Sequence[Suppression] = (), patch: Callable[[str, str], str] | None = None, **options: object,
     ):  # fmt: skip
         if arch not in ARCHITECTURES:
             raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
-        self.options = replace(options or Options(), **by_name)  # type: ignore[arg-type]
+        chosen = CHECKED if checks else Options()
+        self.options = replace(chosen, seed=seed, **options)  # type: ignore[arg-type]
         self.num_sms, self.check_bounds, self.patch = num_sms, check_bounds, patch
+        self.suppressions = list(suppressions)
         self.launches: list[Grid] = []
-        self.findings: list[str] = []
+        self.findings: list[Finding] = []
         self._session = HostSession(arch, num_sms, self._run)
 
     def __enter__(self) -> simulate:
@@ -63,7 +72,7 @@ class simulate:
             grid.run()
         finally:
             self.launches.append(grid)
-            self.findings += grid.findings
+            self.findings += [each for each in grid.findings if not any(s.covers(each) for s in self.suppressions)]
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,6 +10,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -68,26 +69,30 @@ def _forget_facts() -> None:
 
 # ------------------------------------------------------------------------------------------------ compiled kernels
 
-_simulated_kernels: dict[tuple[str, int], dict[Any, Any]] = {}  # by architecture and id of the cache
+# Contents of the caches by device and id of the cache; the cache is kept beside it, so that its id stays its own.
+_simulated_kernels: dict[tuple[Device, int], tuple[dict[Any, Any], dict[Any, Any]]] = {}
 
 
 @contextmanager
-def separate_kernel_caches(arch: str) -> Iterator[None]:
+def separate_kernel_caches(device: Device, quack_cache_dir: str | None) -> Iterator[None]:
     """Frameworks keep compiled kernels by keys that don't hold the device: inside they find those compiled inside.
 
-    In memory the contents of the dictionaries are exchanged, and kept for the next session of this architecture. On
-    disk quack gets a folder of ours, in which every object file has been compiled inside (so its PTX has a sidecar).
-    FlashAttention's disk cache is off unless its user turns it on; its folder is chosen when it is imported.
+    In memory the contents of the dictionaries are exchanged, and kept for the next session with an equal device (its
+    size counts: FlashAttention compiles it into the grids of its persistent kernels). On disk quack gets a folder of
+    ours, in which every object file has been compiled inside, so that its PTX has a sidecar. FlashAttention's disk
+    cache is off unless its user turns it on; its folder is chosen when it is imported.
+
+    quack_cache_dir: the environment variable QUACK_CACHE_DIR as it is outside.
     """
     outside = [(cache, dict(cache)) for cache in _kernel_caches()]
     for cache, _ in outside:
-        _replace(cache, _simulated_kernels.get((arch, id(cache)), {}))
+        _replace(cache, _simulated_kernels.get((device, id(cache)), (cache, {}))[1])
     try:
-        with _quack_folder(arch):
+        with _quack_cache_in(quack_folder(device), quack_cache_dir):
             yield
     finally:
         for cache in _kernel_caches():
-            _simulated_kernels[arch, id(cache)] = dict(cache)
+            _simulated_kernels[device, id(cache)] = cache, dict(cache)
             _replace(cache, {})
         for cache, content in outside:
             _replace(cache, content)
@@ -109,26 +114,30 @@ def _kernel_caches() -> list[dict[Any, Any]]:
         caches += [function.cache for function in decorated]
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("flash_attn.cute") and isinstance(module, ModuleType):
-            found = [
-                vars(value).get("compile_cache")
-                for value in vars(module).values()
-                if callable(value) and hasattr(value, "__dict__")
-            ]
+            functions = [value for value in vars(module).values() if callable(value) and hasattr(value, "__dict__")]
+            found = [vars(function).get("compile_cache") for function in functions]
             caches += [getattr(cache, "cache", cache) for cache in found if cache is not None]
     return list({id(cache): cache for cache in caches}.values())
 
 
-@contextmanager
-def _quack_folder(arch: str) -> Iterator[None]:
-    """quack's object files in `<cache>/quack-<arch>`."""
-    import quack.cache
+def quack_folder(device: Device) -> Path:
+    """Where quack keeps its object files inside a session."""
+    return cache_folder() / f"quack-{device.arch}-{device.num_sms}"
 
-    before = quack.cache.CACHE_DIR
-    quack.cache.CACHE_DIR = str(cache_folder() / f"quack-{arch}")
+
+@contextmanager
+def _quack_cache_in(folder: Path, outside: str | None) -> Iterator[None]:
+    """quack reads QUACK_CACHE_DIR when it is imported, which may be before, inside (`patches` sets the variable, too)
+    or never."""
+    loaded = sys.modules.get("quack.cache")
+    before = loaded.CACHE_DIR if loaded else outside
+    if loaded:
+        loaded.CACHE_DIR = str(folder)
     try:
         yield
     finally:
-        quack.cache.CACHE_DIR = before
+        if quack_cache := sys.modules.get("quack.cache"):
+            quack_cache.CACHE_DIR = before
 
 
 # --------------------------------------------------------------------------------------------------- device queries
@@ -186,7 +195,7 @@ def _patch_is_cuda(undo: "Undo") -> None:
 @functools.cache
 def exchange_table() -> int:
     """Address of torch's `DLPackExchangeAPI`."""
-    python = ctypes.pythonapi
+    python = ctypes.PyDLL(None)
     python.PyCapsule_GetPointer.restype = ctypes.c_void_p
     python.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)

@@ -1,4 +1,4 @@
-"""Two things that are read from ELF files: the extent of a GPU binary, and the names that an object file leaves open."""
+"""Two things read from ELF files: the extent of a GPU binary, and the names that an object file leaves open."""
 
 import struct
 from collections.abc import Callable

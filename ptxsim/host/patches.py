@@ -42,13 +42,15 @@ class Patches:
             raise RuntimeError("a simulation is already open in this process; close it before opening another")
         with ExitStack() as stack:
             dump_folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ptxsim-dump-"))
+            quack_cache_dir = os.environ.get("QUACK_CACHE_DIR")
             _import_cutlass()  # before the variables are set: its singletons read them once
             stack.enter_context(_settled_singletons())
             stack.enter_context(frameworks.forgotten_facts())
             stack.enter_context(environment(self._variables(dump_folder)))
             stack.enter_context(_dsl_settings(self.device.arch, dump_folder))
-            self._patch_cutlass(Undo(stack))
-            stack.enter_context(frameworks.separate_kernel_caches(self.device.arch))
+            for patch in (self._patch_linking, self._patch_compilation, self._patch_calls):
+                patch(Undo(stack))
+            stack.enter_context(frameworks.separate_kernel_caches(self.device, quack_cache_dir))
             frameworks.patch_device_queries(Undo(stack), self.device)
             stack.enter_context(_diverted_exchange(self.runtime))
             self._undo = stack.pop_all()
@@ -67,6 +69,7 @@ class Patches:
             "QUACK_ARCH": arch.rstrip("a"),
             "FLASH_ATTENTION_ARCH": arch.rstrip("a"),
             "FLASH_ATTENTION_NUM_SMS": str(self.device.num_sms),
+            "QUACK_CACHE_DIR": str(frameworks.quack_folder(self.device)),
             "CUDNN_FRONTEND_DISABLE_COMPILED_CACHE": "1",
         }
         for prefix in DSL_PREFIXES:
@@ -74,16 +77,14 @@ class Patches:
             variables |= {f"{prefix}_DUMP_DIR": dump_folder, f"{prefix}_NO_CACHE": "1"}
         return variables
 
-    def _patch_cutlass(self, undo: "Undo") -> None:
+    def _patch_linking(self, undo: "Undo") -> None:
+        """Host code that is compiled or loaded is linked to our runtime."""
         from cutlass._mlir._mlir_libs._cutlass_ir import _execution_engine
-        from cutlass.base_dsl import compiler, jit_executor
-        from cutlass.base_dsl.common import DSLCudaRuntimeError
+        from cutlass.base_dsl import compiler
         from cutlass.base_dsl.export.external_binary_module import ExternalBinaryModule
-        from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
 
         runtime = self.runtime
 
-        # --- linking
         def jit(wrapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return runtime.register_in(wrapped(*args, **kwargs))
 
@@ -97,24 +98,39 @@ class Patches:
         undo.wrap(_execution_engine, "BinaryExecutionEngine", binary_engine)
         undo.wrap(ExternalBinaryModule.load_provider, "execution_engine_constructor", binary_engine)
 
-        # --- the device: one, and its library handles never reach the real cudaLibraryUnload
-        def load_library(wrapped: Callable[..., Any], function: Any) -> list[Any]:
-            wrapped(function)
-            return []
+    def _patch_compilation(self, undo: "Undo") -> None:
+        """PTX and binary of everything that is compiled go to the store of artifacts."""
+        from cutlass.base_dsl import compiler, jit_executor
 
-        undo.set(CudaDialectJitCompiledFunction, "num_devices", property(lambda function: 1))
-        undo.wrap(CudaDialectJitCompiledFunction, "_load_cuda_library", load_library)
-
-        # --- artifacts: the path of the PTX says under which name the module was compiled
         def read_artifacts(wrapped: Callable[..., Any], artifacts: Any) -> None:
-            path = artifacts.PTX
+            path = artifacts.PTX  # replaced by the text; its name is that of the function that was compiled
             wrapped(artifacts)
             if path and path != artifacts.PTX and isinstance(artifacts.CUBIN, bytes):
                 STORE.add(artifacts.CUBIN, artifacts.PTX, Path(path).name.removesuffix(".ptx").rpartition(".")[0])
 
-        undo.wrap(jit_executor.JitFunctionArtifacts, "__post_init__", read_artifacts)
+        def compile_function(wrapped: Callable[..., Any], entry: Any, *args: Any, **kwargs: Any) -> Any:
+            options = entry._compile_options  # of `cute.compile` itself, say: compiling writes settings into it
+            entry._compile_options = copy.deepcopy(options)
+            try:
+                return wrapped(entry, *args, **kwargs)
+            finally:
+                entry._compile_options = options
 
-        # --- errors of plain calls (TVM-FFI raises by itself, see runtime.c)
+        undo.wrap(jit_executor.JitFunctionArtifacts, "__post_init__", read_artifacts)
+        undo.wrap(compiler.CompileCallable, "_compile", compile_function)
+
+    def _patch_calls(self, undo: "Undo") -> None:
+        """Plain calls find one device, and raise what the callback raised (TVM-FFI does by itself, see runtime.c)."""
+        from cutlass.base_dsl import jit_executor
+        from cutlass.base_dsl.common import DSLCudaRuntimeError
+        from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
+
+        runtime = self.runtime
+
+        def load_library(wrapped: Callable[..., Any], function: Any) -> list[Any]:
+            wrapped(function)
+            return []  # our handles must not reach the real cudaLibraryUnload when the function is deleted
+
         def run(wrapped: Callable[..., Any], *args: Any) -> Any:
             try:
                 return wrapped(*args)
@@ -124,6 +140,8 @@ class Patches:
                     raise
             raise raised
 
+        undo.set(CudaDialectJitCompiledFunction, "num_devices", property(lambda function: 1))
+        undo.wrap(CudaDialectJitCompiledFunction, "_load_cuda_library", load_library)
         undo.wrap(jit_executor.JitExecutor, "run_compiled_program", run)
 
 
@@ -194,6 +212,7 @@ def _dsl_settings(arch: str, dump_folder: str) -> Iterator[None]:
         dsl.envar = copy.copy(settings)
         dsl.envar.arch, dsl.envar.dump_dir = arch, dump_folder
         dsl.envar.keep_ptx = dsl.envar.keep_cubin = dsl.envar.no_cache = True
+        dsl.envar.compiler_backend = "legacy"  # the other one is experimental and links in a way of its own
     try:
         yield
     finally:

@@ -360,45 +360,51 @@ void DSL(cuda_dialect_assert_success)(int error) {
         abort();
 }
 
-// Functions called through TVM-FFI load their library at the first call; `slot` is a global of the compiled module.
-int DSL(cuda_dialect_init_library_once)(void **slot, int (*init)(void **), int (*load)(void **, int), void *set_error) {
+// ------------------------------------------------------------------------------------------------------- TVM-FFI
+
+typedef void (*SetRaised)(const char *kind, const char *message);                    // TVMFFIErrorSetRaisedFromCStr
+typedef void (*SetRaisedParts)(const char *kind, const char **parts, int num_parts); // …FromCStrParts
+
+// TVM-FFI turns an error into a Python exception by its kind. "EnvErrorAlreadySet" stands for "the interpreter already
+// holds an exception" (tvm_ffi/cython/error.pxi): so the exception of the launch callback arrives as it is.
+static const char *error_kind(int error) {
+    if (error != RAISED_IN_PYTHON || !raised_value)
+        return "RuntimeError";
+    int state = gil_ensure();
+    set_python_error(raised_type, raised_value);
+    raised_type = raised_value = NULL;
+    gil_release(state);
+    return "EnvErrorAlreadySet";
+}
+
+void DSL(CuteDSLRT_TVMFFISetRaisedCudaError)(SetRaisedParts set_raised, int error) {
+    char number[16];
+    snprintf(number, sizeof number, "%d ", error);
+    const char *parts[] = {"CUDA error ", number, DSL(cuda_dialect_get_error_name)(error)};
+    set_raised(error_kind(error), parts, 3);
+}
+
+void DSL(CuteDSLRT_TVMFFISetRaisedCudaLaunchError)(SetRaisedParts set_raised, int error) {
+    DSL(CuteDSLRT_TVMFFISetRaisedCudaError)(set_raised, error);
+}
+
+// A function loads its library at the first call; `slot` is a global of the compiled module.
+int DSL(cuda_dialect_init_library_once)(void **slot, int (*init)(void **), int (*load)(void **, int),
+                                        SetRaised set_raised) {
     if (*slot)
         return SUCCESS;
     void *library = NULL;
     int error = init(&library);
     if (!error && load)
         error = load(&library, 0);
-    if (!error)
+    if (error)
+        set_raised(error_kind(error), DSL(cuda_dialect_get_error_name)(error));
+    else
         *slot = library;
     return error;
 }
 
 void DSL(cuda_dialect_unload_library_once)(void **slot) { *slot = NULL; }
-
-// ---------------------------------------------------------------------------------------- errors through TVM-FFI
-
-typedef void (*SetRaised)(const char *kind, const char **parts, int num_parts); // TVMFFIErrorSetRaisedFromCStrParts
-
-// TVM-FFI turns an error into a Python exception by its kind. "EnvErrorAlreadySet" stands for "the interpreter already
-// holds an exception" (tvm_ffi/cython/error.pxi): so the exception of the launch callback arrives as it is.
-void DSL(CuteDSLRT_TVMFFISetRaisedCudaError)(SetRaised set_raised, int error) {
-    char number[16];
-    snprintf(number, sizeof number, "%d ", error);
-    const char *parts[] = {"CUDA error ", number, DSL(cuda_dialect_get_error_name)(error)};
-    if (error == RAISED_IN_PYTHON && raised_value) {
-        int state = gil_ensure();
-        set_python_error(raised_type, raised_value);
-        raised_type = raised_value = NULL;
-        gil_release(state);
-        set_raised("EnvErrorAlreadySet", parts, 3);
-    } else {
-        set_raised("RuntimeError", parts, 3);
-    }
-}
-
-void DSL(CuteDSLRT_TVMFFISetRaisedCudaLaunchError)(SetRaised set_raised, int error) {
-    DSL(CuteDSLRT_TVMFFISetRaisedCudaError)(set_raised, error);
-}
 
 // ---------------------------------------------------------------------------------------------- DLPack exchange
 

@@ -50,6 +50,7 @@ class HostSession:
     def __exit__(self, *error: object) -> None:
         global _open
         _open = None
+        self._runtime.take_raised()  # a delivered exception would keep the frames of its traceback
         self._patches.__exit__(*error)
 
     def tensor_ranges(self) -> list[tuple[int, int]]:

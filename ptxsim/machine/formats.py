@@ -126,14 +126,17 @@ def decode(name: str, codes: Array) -> FloatArray:
     the upper 19 bits of a 32-bit word and ignores the lower 13, as the tensor core does.
     """
     if name == "bf16":
-        return (codes.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-    if name == "f16":
-        return codes.view(np.float16).astype(np.float64)
-    if name == "tf32":
-        return (codes & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
-    if name == "f32":
-        return codes.view(np.float32).astype(np.float64)
-    return table(name).take(codes)
+        narrow = (codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    elif name == "f16":
+        narrow = codes.view(np.float16)
+    elif name == "tf32":
+        narrow = (codes & np.uint32(0xFFFFE000)).view(np.float32)
+    elif name == "f32":
+        narrow = codes.view(np.float32)
+    else:
+        return table(name).take(codes)
+    with np.errstate(invalid="ignore"):  # numpy warns of signalling NaNs
+        return narrow.astype(np.float64)
 
 
 # ------------------------------------------------------------------------------------------- numbers to codes
@@ -150,7 +153,8 @@ def encode(name: str, values: Array, saturate: bool = False) -> Array:
         return _bf16_of_float32(values)
     known = _known(name, 16)
     saturate |= known.special == "finite"
-    values = np.asarray(values, np.float64)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        values = np.asarray(values, np.float64)
     is_nan = np.isnan(values)
     sign = np.signbit(values).astype(np.int64) << (known.bits - 1)
     codes = _rounded_magnitude(known, np.where(is_nan, 0.0, np.abs(values)))
@@ -166,7 +170,7 @@ def _rounded_magnitude(known: FloatFormat, magnitude: FloatArray) -> NDArray[np.
     smallest_normal = 1 - known.bias
     largest = float(_numbers(known, np.array([known.max_code]))[0])
     magnitude = np.minimum(magnitude, 4 * largest)
-    exponent = np.maximum(np.frexp(magnitude)[1] - 1, smallest_normal)
+    exponent = np.where(magnitude > 0, np.maximum(np.frexp(magnitude)[1] - 1, smallest_normal), smallest_normal)
     steps = np.rint(np.ldexp(magnitude, known.mantissa_bits - exponent)).astype(np.int64)
     # A normal number has `steps` in [2^m, 2^(m+1)]. Adding instead of or-ing lets a rounding that reaches the upper
     # end carry into the exponent, and makes subnormals (steps below 2^m) come out with exponent field 0.

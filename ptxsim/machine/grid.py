@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ptxsim.checks.findings import Finding, Findings, Site
 from ptxsim.core import binding
 from ptxsim.machine.cluster import Cluster, MachineFault
 from ptxsim.machine.tensor_map import TensorMap
@@ -45,7 +46,8 @@ class Grid:
         self.dimensions, self.block = tuple(launch.grid), tuple(launch.block)
         self.cluster_dimensions, self.launch_shared_bytes = tuple(launch.cluster), launch.shared_bytes
         self.rng = random.Random(options.seed)
-        self.findings: list[str] = []
+        self.findings = Findings()
+        self.sources = {i.line: i.source for i in program.kernel.instructions if i.source}
         self.executed = self.num_mma = 0
         self.seconds = 0.0
         self._maps: dict[bytes, TensorMap] = {}
@@ -89,9 +91,9 @@ class Grid:
             self._maps[raw[:64]] = TensorMap.decode(raw)
         return self._maps[raw[:64]]
 
-    def note(self, finding: str) -> None:
-        if finding not in self.findings:
-            self.findings.append(finding)
+    def note(self, kind: str, message: str, line: int = 0) -> None:
+        site = Site("", line, self.sources.get(line)) if line else None
+        self.findings.add(Finding(kind, message, site, kernel=self.program.kernel.name))
 
     def next_cluster(self) -> tuple[int, ...] | None:
         """Index of a cluster that has not started, taken from the queue: for launch control too."""
@@ -204,10 +206,8 @@ class Scheduler:
         in_flight = cluster.engine.in_flight(cta)
         if in_flight and not any(other.is_live for other in cta.warps):
             what, line = in_flight[0]
-            self.grid.note(
-                f"CTA {cta.index} exits while {len(in_flight)} asynchronous operations are under way, "
-                f"the first {what} (PTX line {line})"
-            )
+            message = f"CTA {cta.index} exits while {len(in_flight)} operations are under way, the first {what}"
+            self.grid.note("in flight at exit", message, line)
 
     def _fault(self, warp: Warp) -> str:
         state, program = warp.state, self.grid.program
@@ -225,7 +225,7 @@ class Scheduler:
             cluster.engine.run_due()
         for cta in cluster.ctas:
             if cta.tmem_allocations:
-                self.grid.note(f"CTA {cta.index} exits with tensor memory allocated: {cta.tmem_allocations}")
+                self.grid.note("leak", f"CTA {cta.index} exits with tensor memory allocated: {cta.tmem_allocations}")
         self.grid.executed += sum(warp.state.executed for warp in cluster.warps)
         cluster.monitor.finish()
 

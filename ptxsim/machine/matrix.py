@@ -158,17 +158,18 @@ def mma(product: MatrixProduct, ctas: Sequence[CtaMemory]) -> Footprint:
     _check_columns("D", column, layout.columns)
     halves = [_b_rows(product, cta, len(ctas)) for cta in ctas]
     b = halves[0] if len(ctas) == 1 else np.concatenate(halves)
-    for index, cta in enumerate(ctas):
-        a = _a_rows(product, cta, layout)
-        if layout.is_split:
-            result = _split_product(product, cta, a, b)
-        elif instruction.is_scaled:
-            scales_a, scales_b = _full_scales(product, cta)
-            result = (a * scales_a[:, None]) @ (b * scales_b[:, None]).T
-        else:
-            result = a @ b.T
-        cells = layout.view(cta.tensor, column, layout.columns)
-        _accumulate(product, result.reshape(cells.shape), cells, _enabled(product, layout, index))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for index, cta in enumerate(ctas):
+            a = _a_rows(product, cta, layout)
+            if layout.is_split:
+                result = _split_product(product, cta, a, b)
+            elif instruction.is_scaled:
+                scales_a, scales_b = _full_scales(product, cta)
+                result = (a * scales_a[:, None]) @ (b * scales_b[:, None]).T
+            else:
+                result = a @ b.T
+            cells = layout.view(cta.tensor, column, layout.columns)
+            _accumulate(product, result.reshape(cells.shape), cells, _enabled(product, layout, index))
     return _footprint(product, len(ctas), lane)
 
 
@@ -254,7 +255,7 @@ def _split_product(product: MatrixProduct, cta: CtaMemory, a: FloatArray, b: Flo
     half = product.instruction.n // 2
     results = []
     for h in range(2):
-        rows = a[64 * h :] if len(a) == LANES else a
+        rows = a[64 * h : 64 * (h + 1)] if len(a) == LANES else a
         columns = b[half * h : half * (h + 1)]
         if product.instruction.is_scaled:
             scales_a, scales_b = _half_scales(product, cta, h)
@@ -319,15 +320,14 @@ def _accumulate(
     if product.accumulate:
         scale = 2.0**-product.scale_input_d
         result = np.add(result, np.multiply(old, scale, dtype=np.float64) if product.scale_input_d else old, out=result)
-    with np.errstate(over="ignore", invalid="ignore"):
-        if is_half:
-            target, result = cells, result.astype(np.float16).view(np.uint16)
-        else:
-            target = old
-        if enabled is None:
-            target[...] = result
-        else:
-            np.copyto(target, result, where=enabled, casting="same_kind")
+    if is_half:
+        target, result = cells, result.astype(np.float16).view(np.uint16)
+    else:
+        target = old
+    if enabled is None:
+        target[...] = result
+    else:
+        np.copyto(target, result, where=enabled, casting="same_kind")
 
 
 @lru_cache(maxsize=4096)
@@ -446,13 +446,13 @@ def wgmma(
     else:
         rows = formats.decode(product.a_format, _operand_from_registers(a, size))
     columns = _from_shared(product.b_format, shared, b, product.n, product.mn_major_b)
-    result = rows @ columns.T
-    if product.negate_a != product.negate_b:
-        result = -result
     number = np.dtype(np.float32 if product.d_format == "f32" else np.float16)
-    if product.accumulate:
-        result += accumulator_from_registers(d, number)
     with np.errstate(over="ignore", invalid="ignore"):
+        result = rows @ columns.T
+        if product.negate_a != product.negate_b:
+            np.negative(result, out=result)
+        if product.accumulate:
+            result += accumulator_from_registers(d, number)
         registers = accumulator_to_registers(result.astype(number))
     return registers, Footprint(tuple(reads), (), ())
 

@@ -221,7 +221,7 @@ def _copy(instruction: Instruction, operands: Operands) -> Handler:
 
         def copy(operation: Any) -> None:
             for cta in ctas:
-                data = gather(cta.shared, source, rows, row_bytes, 1, False)
+                data = gather(source, cta.shared, rows, row_bytes, 1, False)
                 words = np.ascontiguousarray(data).view(np.uint32)
                 chunks = chunk_offsets(source, rows, row_bytes, 1, False).ravel()
                 operation.shared_read_at(cta.rank, chunks)

@@ -171,10 +171,9 @@ class TensorMap:
         """Replaces one dimension's entry. Ordinal i of .global_stride is the stride of dimension i + 1."""
         name, first = _PER_DIMENSION[field]
         entries = list(getattr(self, name))
-        if index is None or not first <= index + first < max(self.rank, 1 + first):
+        if index is None or not 0 <= index < self.rank - first:
             raise ValueError(f"tensormap.replace.{field}: ordinal {index} in a map of rank {self.rank}")
-        if index + first < self.rank:
-            entries[index + first] = value
+        entries[index + first] = value
         return replace(self, **{name: tuple(entries)})
 
     def _with_rank(self, rank: int) -> "TensorMap":

@@ -96,8 +96,9 @@ def store_box(
         target[...] = box
     else:
         number = _NUMPY_TYPES[tensor.element]
-        old = np.ascontiguousarray(target).view(number)
-        target[...] = np.ascontiguousarray(reduce(old, np.ascontiguousarray(box).view(number))).view(np.uint8)
+        old, new = (np.ascontiguousarray(part).view(number) for part in (target, box))
+        with np.errstate(over="ignore", invalid="ignore"):
+            target[...] = np.ascontiguousarray(reduce(old, new)).view(np.uint8)
 
 
 def box_offsets(tensor: TensorMap, offset: int = 0) -> NDArray[np.int64]:

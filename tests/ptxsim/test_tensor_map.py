@@ -5,6 +5,7 @@ import struct
 
 import numpy as np
 import pytest
+
 from ptxsim.machine import formats
 from ptxsim.machine.tensor_map import TensorMap
 from ptxsim.machine.tma import box_offsets, global_view, load_box, store_box
@@ -152,17 +153,20 @@ def test_loads_flush_and_round(element: str) -> None:
 # -------------------------------------------------------------------------------------------------- reductions
 
 
-def slow_reduction(name: str, old, new):  # type: ignore[no-untyped-def]
-    """One element, as PTX describes red: in Python numbers."""
-    if name == "inc":
-        return 0 if old >= new else old + 1
-    if name == "dec":
-        return new if old == 0 or old > new else old - 1
-    return {"and": old & new, "or": old | new, "xor": old ^ new} [name] if name in ("and", "or", "xor") else {
-        "add": old + new, "min": min(old, new), "max": max(old, new)}[name]  # fmt: skip
+# One element, as PTX describes red, in Python numbers.
+SLOW_REDUCTIONS = {
+    "add": lambda old, new: old + new,
+    "min": min,
+    "max": max,
+    "and": lambda old, new: old & new,
+    "or": lambda old, new: old | new,
+    "xor": lambda old, new: old ^ new,
+    "inc": lambda old, new: 0 if old >= new else old + 1,
+    "dec": lambda old, new: new if old == 0 or old > new else old - 1,
+}
 
 
-@pytest.mark.parametrize("name", ["add", "min", "max", "and", "or", "xor", "inc", "dec"])
+@pytest.mark.parametrize("name", SLOW_REDUCTIONS)
 def test_reductions_of_integers(name: str) -> None:
     rng = np.random.default_rng(2)
     tensor = Tensor(rng, (21, 5), "u32", box=(8, 4), swizzle_bytes=32)
@@ -174,17 +178,17 @@ def test_reductions_of_integers(name: str) -> None:
     places = [(a, p) for a, p in positions(tensor, (16, 3), 1024) if p is not None]
     for address, place in places[::4]:
         old, new = (int(b[i : i + 4].view(np.uint32)[0]) for b, i in ((tensor.memory, place), (shared, address)))
-        result = slow_reduction(name, old, new) & 0xFFFFFFFF
+        result = SLOW_REDUCTIONS[name](old, new) & 0xFFFFFFFF
         expected[place : place + 4] = np.frombuffer(struct.pack("<I", result), np.uint8)
     store_box(tensor.map, (16, 3), shared, 1024, name)
     np.testing.assert_array_equal(tensor.memory, expected)
 
 
-@pytest.mark.parametrize("name", ["add", "min", "max"])
-@pytest.mark.parametrize("element", ["f16", "bf16", "f32"])
+FLOAT_REDUCTIONS = [*itertools.product(("add", "min", "max"), ("f16", "bf16")), ("add", "f32")]
+
+
+@pytest.mark.parametrize(("name", "element"), FLOAT_REDUCTIONS)
 def test_reductions_of_floats(name: str, element: str) -> None:
-    if element == "f32" and name != "add":
-        pytest.skip("no such instruction")
     rng = np.random.default_rng(3)
     old, new = (rng.standard_normal(32).astype(np.float32) for _ in range(2))
     raw = {"f32": lambda x: x, "f16": lambda x: x.astype(np.float16)}.get(element, lambda x: formats.encode("bf16", x))
