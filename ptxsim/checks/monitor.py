@@ -80,10 +80,11 @@ class Monitor:
             self._next_epoch(warp)
         self.granule = smallest_store(cluster.grid.program.table)
         granules = -(-cluster.shared_size // self.granule)
-        self.shared = [Shadow(f"shared memory of CTA {c.index}", granules, self.num_actors) for c in cluster.ctas]
-        self.tmem = [
-            Shadow(f"tensor memory of CTA {c.index}", QUARTERS * COLUMNS, self.num_actors) for c in cluster.ctas
-        ]
+        self.shared, self.tmem = [], []
+        for cta in cluster.ctas:
+            shared, tmem = (f"{kind} memory of CTA {cta.index}" for kind in ("shared", "tensor"))
+            self.shared.append(Shadow(shared, granules, self.num_actors, has_proxies=True))
+            self.tmem.append(Shadow(tmem, QUARTERS * COLUMNS, self.num_actors, has_proxies=False))
         self.log = np.zeros(LOG_SIZE, binding.ACCESS)
         cluster.context.log, cluster.context.log_capacity = self.log.ctypes.data, LOG_SIZE
 
@@ -151,7 +152,7 @@ class Monitor:
         unordered = shadow.unordered_writes(where, access)
         if unordered.any():
             self._report("race", "a read is not ordered behind a write of", shadow, where, (access, unordered))
-        elif access.is_async:
+        elif access.is_async and shadow.has_proxies:
             unfenced = shadow.unfenced_writes(where, access, self.num_warps)
             if unfenced.any():
                 message = "the async proxy reads, without fence.proxy.async behind the write,"

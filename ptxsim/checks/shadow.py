@@ -23,10 +23,10 @@ class Access:
 
 
 class Shadow:
-    """State of `size` granules."""
+    """State of `size` granules. has_proxies: the memory is reached through two proxies, as shared memory is."""
 
-    def __init__(self, name: str, size: int, num_actors: int):
-        self.name = name
+    def __init__(self, name: str, size: int, num_actors: int, *, has_proxies: bool):
+        self.name, self.has_proxies = name, has_proxies
         self.writer = np.full(size, NOBODY, np.int32)
         self.write_epoch = np.zeros(size, np.int32)
         self.write_line = np.zeros(size, np.int32)

@@ -33,7 +33,8 @@ INSTRUCTION = np.dtype(
     [
         ("op", "u2"), ("is_negated", "u1"), ("count", "u1"), ("guard", "i4"), ("d", "i4"), ("a", "i4"), ("b", "i4"),
         ("c", "i4"), ("immediate", "i8"), ("vector", "i4", 8), ("target", "i4"), ("space", "u1"),
-        ("element_bytes", "u1"), ("is_signed", "u1"), ("needs_warp", "u1"), ("reads", "u2"), ("writes", "u2"),
+        ("element_bytes", "u1"), ("is_signed", "u1"), ("needs_warp", "u1"), ("forwards", "u1"), ("reads", "u2"),
+        ("writes", "u2"),
     ],
     align=True,
 )  # fmt: skip

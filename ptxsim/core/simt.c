@@ -15,6 +15,7 @@ typedef struct {
   int32_t vector[8];
   int32_t target;  // of a branch
   uint8_t space, element_bytes, is_signed, needs_warp;
+  uint8_t forwards;  // 1: mov, 2: selp: what it copies may be unwritten, if nobody uses the copy
   uint16_t reads, writes;  // bit sets of operand slots: d, a, b, c, vector[0] … vector[7]
 } Instruction;
 
@@ -147,6 +148,7 @@ static int touched_load(const Warp* w, const Instruction* i) {
 
 static int check_written(Warp* w, const Instruction* i, uint32_t ex) {
   if (i->guard >= 0 && w->active & ~w->written[i->guard]) return fail(w, UNWRITTEN_REGISTER, i->guard);
+  if (i->forwards) return 0;
   for (int slot = 0; slot < 12; slot++) {
     if (!((i->reads >> slot) & 1)) continue;
     int32_t named = operand(i, slot);
@@ -155,7 +157,18 @@ static int check_written(Warp* w, const Instruction* i, uint32_t ex) {
   return 0;
 }
 
-static void mark_written(Warp* w, const Instruction* i, uint32_t ex) {
+static void mark_written(Warp* w, const Instruction* i, const uint64_t* registers, uint32_t ex) {
+  if (i->forwards) {
+    uint32_t known = w->written[i->a];
+    if (i->forwards == 2) {
+      const uint64_t* choice = registers + ((int64_t)i->c << 5);
+      uint32_t first = 0;
+      for (int l = 0; l < 32; l++) first |= (uint32_t)(choice[l] & 1) << l;
+      known = ((known & first) | (w->written[i->b] & ~first)) & w->written[i->c];
+    }
+    w->written[i->d] = (w->written[i->d] & ~ex) | (known & ex);
+    return;
+  }
   for (int slot = 0; slot < 12; slot++)
     if ((i->writes >> slot) & 1) w->written[operand(i, slot)] |= ex;
 }
@@ -478,7 +491,7 @@ int warp_run(Warp* w, const Instruction* program, uint64_t* registers, Context* 
 //@ARITHMETIC@
       default: return fail(w, BAD_OPCODE, i->op);
     }
-    if (w->written) mark_written(w, i, ex);
+    if (w->written) mark_written(w, i, registers, ex);
     warp_advance(w);
   }
 }

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-CAPABILITIES = {"sm_90a": (9, 0), "sm_100a": (10, 0)}
-_L2_BYTES = {"sm_90a": 50 << 20, "sm_100a": 126 << 20}
-_NAMES = {"sm_90a": "simulated Hopper GPU", "sm_100a": "simulated Blackwell GPU"}
+CAPABILITIES = {"sm_90a": (9, 0), "sm_100a": (10, 0), "sm_103a": (10, 3)}
+_L2_BYTES = {9: 50 << 20, 10: 126 << 20}  # by major version
+_NAMES = {9: "simulated Hopper GPU", 10: "simulated Blackwell GPU"}
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Device:
 
     @property
     def l2_bytes(self) -> int:
-        return _L2_BYTES[self.arch]
+        return _L2_BYTES[self.capability[0]]
 
     @property
     def name(self) -> str:
-        return _NAMES[self.arch]
+        return _NAMES[self.capability[0]]
 
     def max_clusters(self, cluster_size: int) -> int:
         """How many clusters of this many blocks run at a time, one block on each multiprocessor."""

@@ -27,7 +27,7 @@ class HostSession:
     """Context manager. Not reentrant, and meant for one thread.
 
     Args:
-        arch: "sm_90a" or "sm_100a".
+        arch: "sm_90a", "sm_100a" or "sm_103a".
         num_sms: multiprocessors of the device, from which persistent kernels take the size of their grid.
         on_launch: called for every launch, in order, while the launching function waits.
     """

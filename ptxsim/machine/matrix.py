@@ -218,7 +218,9 @@ def _check_columns(name: str, column: int, columns: int) -> None:
         raise IndexError(f"tcgen05.mma: {name} in columns {column} to {column + columns - 1}; there are {COLUMNS}")
 
 
-def _from_shared(name: str, shared: NDArray[np.uint8], descriptor: SharedDescriptor, rows: int, mn_major: bool):  # type: ignore[no-untyped-def]
+def _from_shared(
+    name: str, shared: NDArray[np.uint8], descriptor: SharedDescriptor, rows: int, mn_major: bool
+) -> FloatArray:
     """An operand's numbers. → float64 [rows, K], a transposed view when MN-major"""
     size = formats.ELEMENT_BYTES[name]
     values = formats.decode(name, gather(descriptor, shared, rows, K_BYTES // size, size, mn_major))
@@ -253,15 +255,15 @@ def _a_rows(product: MatrixProduct, cta: CtaMemory, layout: _Layout) -> FloatArr
 def _split_product(product: MatrixProduct, cta: CtaMemory, a: FloatArray, b: FloatArray) -> FloatArray:
     """M 128 on two CTAs: the product of each half of N is for its own 64 lanes. → float64 [2, 64, N / 2]"""
     half = product.instruction.n // 2
-    results = []
+    result = np.empty((2, 64, half))
     for h in range(2):
         rows = a[64 * h : 64 * (h + 1)] if len(a) == LANES else a
         columns = b[half * h : half * (h + 1)]
         if product.instruction.is_scaled:
             scales_a, scales_b = _half_scales(product, cta, h)
             rows, columns = rows * scales_a[:, None], columns * scales_b[:, None]
-        results.append(rows @ columns.T)
-    return np.stack(results)
+        np.matmul(rows, columns.T, out=result[h])
+    return result
 
 
 # --------------------------------------------------------------------------------------------- scale factors

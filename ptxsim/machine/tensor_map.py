@@ -22,6 +22,9 @@ other swizzle atoms and 4- or 6-bit elements have unknown bits; a map that sets 
 import struct
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import TypeVar
+
+Choice = TypeVar("Choice")
 
 WORDS = struct.Struct("<8Q")
 MAP_BYTES = 128
@@ -113,6 +116,11 @@ class TensorMap:
             count *= extent
         return count
 
+    @cached_property
+    def byte_shape(self) -> tuple[int, ...]:
+        """Shape of a box as bytes in shared memory: slowest dimension first, dimension 0 counted in bytes."""
+        return (*reversed(self.box_shape[1:]), self.box_shape[0] * self.element_bytes)
+
     @staticmethod
     def decode(raw: bytes | bytearray | memoryview) -> "TensorMap":
         """The map held by at least the first 64 of its 128 bytes. Unknown bits raise, named by word and bit."""
@@ -201,7 +209,7 @@ def _field(name: str, index: int, value: int, limit: int, multiple: int = 1) -> 
     return value
 
 
-def _numbered(field: str, choices: tuple, value: int):  # type: ignore[no-untyped-def]
+def _numbered(field: str, choices: tuple[Choice, ...], value: int) -> Choice:
     if not 0 <= value < len(choices):
         raise NotImplementedError(f"tensormap.replace.{field} with value {value}; known: 0 to {len(choices) - 1}")
     return choices[value]

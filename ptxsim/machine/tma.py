@@ -55,7 +55,7 @@ def load_box(tensor: TensorMap, coordinates: Sequence[int], shared: Bytes, offse
     _check(tensor, coordinates, shared, offset)
     window = _window(tensor, coordinates)
     convert = _CONVERSIONS.get(tensor.element)
-    if window is not None and convert is None and window[0].shape == _byte_shape(tensor):
+    if window is not None and convert is None and window[0].shape == tensor.byte_shape:
         box = window[0]
     else:
         box = _filled_box(tensor)
@@ -91,7 +91,7 @@ def store_box(
     else:
         flat = shared[offset : offset + tensor.box_bytes]
     target, place = window
-    box = flat.reshape(_byte_shape(tensor))[place]
+    box = flat.reshape(tensor.byte_shape)[place]
     if reduction is None:
         target[...] = box
     else:
@@ -143,16 +143,10 @@ def _chunk_order(num_bytes: int, offset: int, swizzle_bytes: int) -> NDArray[np.
     return order
 
 
-@lru_cache(maxsize=1024)
-def _byte_shape(tensor: TensorMap) -> tuple[int, ...]:
-    """Shape of a box as bytes: slowest dimension first, dimension 0 counted in bytes."""
-    return (*reversed(tensor.box_shape[1:]), tensor.box_shape[0] * tensor.element_bytes)
-
-
 def _window(tensor: TensorMap, coordinates: Sequence[int]) -> Window | None:
     """The part of a box inside the tensor: a view of global memory, and its place in the box; None if empty.
 
-    Both have the axes of `_byte_shape`. Step i of a dimension with element stride e is at coordinate + i·e.
+    Both have the axes of `TensorMap.byte_shape`. Step i of a dimension with element stride e is at coordinate + i·e.
     """
     address, size = tensor.address, tensor.element_bytes
     shape: list[int] = []
@@ -179,7 +173,7 @@ def _window(tensor: TensorMap, coordinates: Sequence[int]) -> Window | None:
 
 
 def _filled_box(tensor: TensorMap) -> Bytes:
-    box = np.zeros(_byte_shape(tensor), np.uint8)
+    box = np.zeros(tensor.byte_shape, np.uint8)
     if tensor.fill == "nan":
         if tensor.element not in _NAN_FILLS:
             raise ValueError(

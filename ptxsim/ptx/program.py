@@ -145,6 +145,7 @@ class Program:
             raise Unsupported("no semantics for this form")
         self._expressions[index] = text
         row["d"], row["writes"] = self.register(target), D
+        row["forwards"] = {"mov": 1, "selp": 2}.get(instruction.words[0], 0)
         for slot, (name, source) in enumerate(zip("abc", sources, strict=False), 1):
             row[name] = self.register(source)
             row["reads"] |= 1 << slot

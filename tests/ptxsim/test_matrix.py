@@ -16,6 +16,7 @@ from ptxsim.machine.descriptors import InstructionDescriptor, SharedDescriptor, 
 from ptxsim.machine.matrix import (
     CtaMemory,
     Footprint,
+    Fragment,
     MatrixProduct,
     WarpgroupProduct,
     accumulator_from_registers,
@@ -510,7 +511,7 @@ def test_operand_fragment(element_bytes: int) -> None:
         assert (layout.row[thread, i], layout.column[thread, i]) == (row, column)
 
 
-def registers_of(matrix: np.ndarray, layout) -> np.ndarray:  # type: ignore[no-untyped-def]
+def registers_of(matrix: np.ndarray, layout: Fragment) -> np.ndarray:
     """The fragments of a matrix, by the maps. → uint32 [4, registers, 32]"""
     words = np.ascontiguousarray(matrix[layout.row, layout.column]).view(np.uint32)
     return np.stack([words[32 * warp : 32 * warp + 32].T for warp in range(4)])
@@ -535,15 +536,15 @@ WGMMA_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("a_format", "b_format", "d_format", "mn_major_a", "mn_major_b"), WGMMA_CASES)
+@pytest.mark.parametrize("case", WGMMA_CASES)
 @pytest.mark.parametrize("n", [8, 96, 256])
 @pytest.mark.parametrize("a_in_registers", [False, True])
-def test_wgmma(a_format, b_format, d_format, mn_major_a, mn_major_b, n, a_in_registers) -> None:  # type: ignore[no-untyped-def]
+def test_wgmma(case: tuple[str, str, str, bool, bool], n: int, a_in_registers: bool) -> None:
+    a_format, b_format, d_format, mn_major_a, mn_major_b = case
     rng = np.random.default_rng(n)
     size = formats.ELEMENT_BYTES[a_format]
-    product = WarpgroupProduct(
-        n, a_format, b_format, d_format, negate_a=n == 96, mn_major_a=mn_major_a, mn_major_b=mn_major_b
-    )
+    flags = {"negate_a": n == 96, "mn_major_a": mn_major_a, "mn_major_b": mn_major_b}
+    product = WarpgroupProduct(n, a_format, b_format, d_format, **flags)
     a_codes = random_codes(rng, a_format, (64, 32 // size))
     b_codes = random_codes(rng, b_format, (n, 32 // size))
     shared = rng.integers(0, 256, SHARED_BYTES, np.uint8)
