@@ -65,9 +65,12 @@ class Runtime:
     def register_in(self, engine: Any) -> Any:
         """Give an MLIR execution engine the addresses of all functions; before anything is looked up in it."""
         for name in symbols():
-            function = getattr(self._library, PREFIX + name)
-            engine.raw_register_runtime(name, ctypes.cast(function, ctypes.c_void_p))
+            engine.raw_register_runtime(name, ctypes.cast(self.function(name), ctypes.c_void_p))
         return engine
+
+    def function(self, name: str) -> Any:
+        """The stand-in for a function of the real runtime."""
+        return getattr(self._library, PREFIX + name)
 
     def relink(self, content: bytes) -> bytes:
         """An object file that refers to this library.

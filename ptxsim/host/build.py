@@ -5,7 +5,6 @@ an atomic rename: processes that start together may each compile it, and each fi
 """
 
 import functools
-import getpass
 import hashlib
 import os
 import shutil
@@ -36,7 +35,7 @@ def cache_folder() -> Path:
         folder = Path(chosen)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder
-    name = f"ptxsim-{os.getuid() if hasattr(os, 'getuid') else getpass.getuser()}"
+    name = f"ptxsim-{os.getuid()}"
     home_cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     for parent in (home_cache, Path(tempfile.gettempdir())):
         folder = parent / name
@@ -83,8 +82,7 @@ def find_compiler() -> str:
 def build_shared_object(source: str, name: str, flags: Sequence[str] = ()) -> Path:
     """Compile C source text into a shared object and return its path, `<cache>/<name>-<hash>/lib<name>.so`.
 
-    The file itself always has the same name, because some users of a library recognise it by that.
-    `flags` follow -O2 -fPIC -shared.
+    `flags` follow -O2 -fPIC -shared and so may override the level of optimisation.
 
     Raises:
         CompilerMissing: no C compiler.

@@ -11,16 +11,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 
 from ptxsim.host.build import cache_folder
 from ptxsim.host.device import Device
-
-if TYPE_CHECKING:
-    from ptxsim.host.patches import Undo
+from ptxsim.host.undo import Undo
 
 FRAMEWORKS = frozenset({"quack", "flash_attn", "cudnn"})  # packages to which CPU tensors say `is_cuda`
 
@@ -80,7 +78,8 @@ def separate_kernel_caches(device: Device, quack_cache_dir: str | None) -> Itera
     In memory the contents of the dictionaries are exchanged, and kept for the next session with an equal device (its
     size counts: FlashAttention compiles it into the grids of its persistent kernels). On disk quack gets a folder of
     ours, in which every object file has been compiled inside, so that its PTX has a sidecar. FlashAttention's disk
-    cache is off unless its user turns it on; its folder is chosen when it is imported.
+    cache is off unless its user turns it on; its folder is chosen when it is imported. Compiled functions that a
+    program keeps by itself are its own affair.
 
     quack_cache_dir: the environment variable QUACK_CACHE_DIR as it is outside.
     """
@@ -110,8 +109,8 @@ def _kernel_caches() -> list[dict[Any, Any]]:
     if quack_jit := sys.modules.get("quack.cache.jit"):
         # every decorated function is made from one code object, so it is among what refers to that
         codes = [code for code in quack_jit.jit_cache.__code__.co_consts if getattr(code, "co_name", "") == "wrapper"]
-        decorated = [found for found in gc.get_referrers(*codes) if hasattr(found, "cache_clear")] if codes else []
-        caches += [function.cache for function in decorated]
+        referrers = gc.get_referrers(*codes) if codes else []
+        caches += [found.cache for found in referrers if isinstance(found, FunctionType) and hasattr(found, "cache")]
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("flash_attn.cute") and isinstance(module, ModuleType):
             functions = [value for value in vars(module).values() if callable(value) and hasattr(value, "__dict__")]
@@ -143,7 +142,7 @@ def _quack_cache_in(folder: Path, outside: str | None) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------- device queries
 
 
-def patch_device_queries(undo: "Undo", device: Device) -> None:
+def patch_device_queries(undo: Undo, device: Device) -> None:
     """The questions that the frameworks put to cutlass and torch. `torch.cuda.is_available()` stays False: with True,
     torch itself would go on to use a driver."""
     from cutlass.utils import HardwareInfo
@@ -181,7 +180,7 @@ def patch_device_queries(undo: "Undo", device: Device) -> None:
     _patch_is_cuda(undo)
 
 
-def _patch_is_cuda(undo: "Undo") -> None:
+def _patch_is_cuda(undo: Undo) -> None:
     """FlashAttention asserts `tensor.is_cuda`. Only code of FRAMEWORKS is told so; everyone else gets the truth."""
     truth = torch.Tensor.is_cuda
 

@@ -8,7 +8,7 @@ frameworks were imported before the context or inside it. Nothing has to stay pa
 * a framework imported for the first time inside the context has read the environment variables of the context where it
   reads any at import (quack: the set of configurations that its autotuner tries).
 
-The private interface that is relied on is pinned by `tests/ptxsim/test_host.py`.
+The private interface that is relied on is pinned by `tests/ptxsim/test_host_interface.py`.
 """
 
 import copy
@@ -23,9 +23,10 @@ from ptxsim.host import frameworks
 from ptxsim.host.artifacts import STORE
 from ptxsim.host.binding import Runtime, RuntimeMismatch
 from ptxsim.host.device import Device
+from ptxsim.host.operators import operators_on_cpu
+from ptxsim.host.undo import Undo, environment
 
 DSL_PREFIXES = ("CUTE_DSL", "CUTE_EXPERIMENTAL_DSL")
-_ABSENT = object()
 _entered: "Patches | None" = None
 
 
@@ -52,6 +53,7 @@ class Patches:
                 patch(Undo(stack))
             stack.enter_context(frameworks.separate_kernel_caches(self.device, quack_cache_dir))
             frameworks.patch_device_queries(Undo(stack), self.device)
+            stack.enter_context(operators_on_cpu(Undo(stack)))
             stack.enter_context(_diverted_exchange(self.runtime))
             self._undo = stack.pop_all()
         _entered = self
@@ -77,7 +79,7 @@ class Patches:
             variables |= {f"{prefix}_DUMP_DIR": dump_folder, f"{prefix}_NO_CACHE": "1"}
         return variables
 
-    def _patch_linking(self, undo: "Undo") -> None:
+    def _patch_linking(self, undo: Undo) -> None:
         """Host code that is compiled or loaded is linked to our runtime."""
         from cutlass._mlir._mlir_libs._cutlass_ir import _execution_engine
         from cutlass.base_dsl import compiler
@@ -98,7 +100,7 @@ class Patches:
         undo.wrap(_execution_engine, "BinaryExecutionEngine", binary_engine)
         undo.wrap(ExternalBinaryModule.load_provider, "execution_engine_constructor", binary_engine)
 
-    def _patch_compilation(self, undo: "Undo") -> None:
+    def _patch_compilation(self, undo: Undo) -> None:
         """PTX and binary of everything that is compiled go to the store of artifacts."""
         from cutlass.base_dsl import compiler, jit_executor
 
@@ -119,7 +121,7 @@ class Patches:
         undo.wrap(jit_executor.JitFunctionArtifacts, "__post_init__", read_artifacts)
         undo.wrap(compiler.CompileCallable, "_compile", compile_function)
 
-    def _patch_calls(self, undo: "Undo") -> None:
+    def _patch_calls(self, undo: Undo) -> None:
         """Plain calls find one device, and raise what the callback raised (TVM-FFI does by itself, see runtime.c)."""
         from cutlass.base_dsl import jit_executor
         from cutlass.base_dsl.common import DSLCudaRuntimeError
@@ -143,54 +145,6 @@ class Patches:
         undo.set(CudaDialectJitCompiledFunction, "num_devices", property(lambda function: 1))
         undo.wrap(CudaDialectJitCompiledFunction, "_load_cuda_library", load_library)
         undo.wrap(jit_executor.JitExecutor, "run_compiled_program", run)
-
-
-class Undo:
-    """Sets attributes and puts them back when the stack closes."""
-
-    def __init__(self, stack: ExitStack):
-        self._stack = stack
-
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of a module, class or object. An inherited one is uncovered again by deleting ours.
-
-        Raises:
-            AttributeError: there is none of that name.
-        """
-        getattr(owner, name)
-        self._stack.callback(_put_back, owner, name, vars(owner).get(name, _ABSENT))
-        setattr(owner, name, value)
-
-    def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Replace a function or method by one that calls `wrapper(original, *args, **kwargs)`."""
-        original = getattr(owner, name)
-
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(original, *args, **kwargs)
-
-        self.set(owner, name, replacement)
-
-
-def _put_back(owner: Any, name: str, value: Any) -> None:
-    if value is _ABSENT:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, value)
-
-
-@contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Environment variables for the length of a context."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _import_cutlass() -> None:

@@ -5,7 +5,8 @@
 // Nothing is executed here: loading a library and launching a kernel are handed to two callbacks of
 // ptxsim/host/session.py, everything else answers like one idle GPU whose memory is the memory of this process.
 //
-// The set of names is private to nvidia-cutlass-dsl (4.8.1); tests/ptxsim/test_host.py compares it with the real file.
+// The set of names is private to nvidia-cutlass-dsl (4.8.1); tests/ptxsim/test_host_interface.py compares it with the
+// real file.
 // Every name carries a prefix here: the just-in-time linker of the DSL looks names up among everything the process has
 // loaded and takes the first, so under the same names this library and the real one would get into each other's way,
 // both for kernels that are simulated and for kernels that run on a GPU. ptxsim/host/binding.py makes the connection.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ptxsim.machine.addresses import offset_of, rank_of
-from ptxsim.machine.global_memory import global_bytes
 from ptxsim.machine.operands import Operands, lanes_in
+from ptxsim.machine.tma import global_view
 from ptxsim.machine.warp import Warp
 from ptxsim.ptx.parse import Instruction
 from ptxsim.ptx.program import Handler, Unsupported
@@ -39,7 +39,7 @@ def decode_atomic(instruction: Instruction, operands: Operands) -> Handler:
         for lane in lanes_in(lanes):
             place = address(warp, lane)
             is_shared = place < SHARED_LIMIT
-            cell = (cluster.shared_bytes if is_shared else global_bytes)(place, kind.itemsize).view(kind)
+            cell = (cluster.shared_bytes if is_shared else global_view)(place, kind.itemsize).view(kind)
             old = cell[0].copy()
             with np.errstate(over="ignore", invalid="ignore"):
                 cell[0] = compute(old, typed(value(warp, lane)), typed(swap(warp, lane)) if swap else None)

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ptxsim.machine import tma
 from ptxsim.machine.addresses import in_cta, offset_of, rank_of
 from ptxsim.machine.barriers import Wait
-from ptxsim.machine.global_memory import global_bytes
 from ptxsim.machine.operands import Operand, Operands, issuing_lanes, lanes_in
+from ptxsim.machine.tma import global_view, load_box, store_box
 from ptxsim.machine.warp import Warp
 from ptxsim.ptx.parse import Instruction
 from ptxsim.ptx.program import Handler, Unsupported
@@ -83,7 +82,7 @@ def _async_copy(instruction: Instruction, operands: Operands) -> Handler:
             window = cluster.shared_bytes(place, size)
             window[count:] = 0
             if count:
-                window[:count] = global_bytes(source(warp, lane), count)
+                window[:count] = global_view(source(warp, lane), count)
             cluster.monitor.shared_write(warp, rank_of(place), offset_of(place), size)
 
     return handler
@@ -130,7 +129,7 @@ def _bulk_load(instruction: Instruction, operands: Operands) -> Handler:
                     data = cluster.shared_bytes(origin, count).copy()
                     operation.shared_read(rank_of(origin), offset_of(origin), count)
                 else:
-                    data = global_bytes(origin, count)
+                    data = global_view(origin, count)
                 cluster.shared_bytes(place, count)[...] = data
                 operation.shared_write(rank_of(place), offset_of(place), count)
                 cluster.mbarrier(signal).complete_bytes(count, operation.clock)
@@ -161,7 +160,7 @@ def _bulk_store(instruction: Instruction, operands: Operands) -> Handler:
             _check_bulk(place, origin, count)
 
             def copy(operation: Any, place=place, origin=origin, count=count) -> None:
-                data, memory = cluster.shared_bytes(origin, count), global_bytes(place, count)
+                data, memory = cluster.shared_bytes(origin, count), global_view(place, count)
                 operation.shared_read(rank_of(origin), offset_of(origin), count)
                 if is_reduction:
                     memory.view(np.float32)[...] += data.view(np.float32)
@@ -242,7 +241,7 @@ class _TensorLoad:
 
     def __call__(self, operation: Any) -> None:
         offset, rank = offset_of(self.place), rank_of(self.place)
-        tma.load_box(self.tensor_map, self.position, self.cluster.shared_of(self.place), offset)
+        load_box(self.tensor_map, self.position, self.cluster.shared_of(self.place), offset)
         operation.shared_write(rank, offset, self.tensor_map.box_bytes)
         self.cluster.mbarrier(self.signal).complete_bytes(self.tensor_map.box_bytes, operation.clock)
 
@@ -263,7 +262,7 @@ def _tensor_store(instruction: Instruction, operands: Operands) -> Handler:
 
             def copy(operation: Any, tensor_map=tensor_map, position=position, origin=origin) -> None:
                 operation.shared_read(rank_of(origin), offset_of(origin), tensor_map.box_bytes)
-                tma.store_box(tensor_map, position, cluster.shared_of(origin), offset_of(origin), reduction)
+                store_box(tensor_map, position, cluster.shared_of(origin), offset_of(origin), reduction)
 
             wait = cluster.engine.submit_store(warp, f"tensor store at {position}", copy)
             warp.open_copies.setdefault(lane, []).append(wait)

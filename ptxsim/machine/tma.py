@@ -28,6 +28,7 @@ _SWIZZLE_MASKS = {0: 0, 32: 1, 64: 3, 128: 7}
 # It must not start at 0, which ctypes and numpy take for "no memory".
 _FIRST_ADDRESS = 4096
 _LAST_ADDRESS = 1 << 47
+_ADDRESS_MASK = (1 << 64) - 1
 _ADDRESS_SPACE = (ctypes.c_uint8 * (_LAST_ADDRESS - _FIRST_ADDRESS)).from_address(_FIRST_ADDRESS)
 _CHUNK_TYPE = np.dtype(f"V{CHUNK}")
 
@@ -168,7 +169,8 @@ def _window(tensor: TensorMap, coordinates: Sequence[int]) -> Window | None:
     shape[0] *= size
     strides[0] = 1
     place[0] = slice(inner.start * size, inner.stop * size)
-    view = _strided_view(address, tuple(reversed(shape)), tuple(reversed(strides)))
+    # Addresses wrap at 64 bits: maps of ragged tensors reach a segment through an extent that overflows.
+    view = _strided_view(address & _ADDRESS_MASK, tuple(reversed(shape)), tuple(reversed(strides)))
     return view, tuple(reversed(place))
 
 

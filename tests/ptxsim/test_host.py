@@ -23,6 +23,7 @@ import cutlass.cute as cute  # noqa: E402
 from cutlass.base_dsl.common import DSLCudaRuntimeError  # noqa: E402
 from cutlass.cute.nvgpu import cpasync  # noqa: E402
 from cutlass.cute.runtime import make_ptr  # noqa: E402
+from cutlass.memory import SmemAllocator  # noqa: E402
 
 from ptxsim.host import artifacts, binding, frameworks  # noqa: E402
 from ptxsim.host.artifacts import PtxNotFound  # noqa: E402
@@ -106,7 +107,7 @@ class TmaLoad:
 
     @cute.kernel
     def kernel(self, atom: cute.CopyAtom, view: cute.Tensor, tile: cute.ComposedLayout):
-        allocator = cutlass.utils.SmemAllocator()
+        allocator = SmemAllocator()
         barrier = allocator.allocate_array(cutlass.Int64, 1)
         shared = allocator.allocate_tensor(cutlass.BFloat16, tile.outer, byte_alignment=1024, swizzle=tile.inner)
         source = cute.local_tile(view, (64, 64), (0, 0))
@@ -169,15 +170,25 @@ def test_launch_reads_cluster_and_shared_memory() -> None:
 
 def encoded_map(x: torch.Tensor, box: tuple[int, int], swizzle: int) -> bytes:
     """The tensor map of a contiguous bf16 matrix [rows, columns] from `_cuTensorMapEncodeTiled` in runtime.c."""
-    encode = ctypes.CDLL(str(binding.load_runtime().path)).ptxsim__cuTensorMapEncodeTiled
     rows, columns = x.shape
     result, words, halves = ctypes.create_string_buffer(128), ctypes.c_uint64 * 2, ctypes.c_uint32 * 2
-    error = encode(
+    error = binding.load_runtime().function("_cuTensorMapEncodeTiled")(
         result, 9, 2, ctypes.c_void_p(x.data_ptr()), words(columns, rows), words(2 * columns), halves(*box[::-1]),
         halves(1, 1), 0, swizzle, 2, 0,
     )  # fmt: skip
-    assert error == 0
+    if error:
+        raise ValueError(f"CUDA error {error}")
     return result.raw
+
+
+def test_tensor_maps_that_cuda_refuses() -> None:
+    x = torch.zeros(64, 64, dtype=torch.bfloat16)
+    assert len(encoded_map(x, (64, 64), swizzle=3)) == 128
+    for odd in (x[:, 4:], torch.zeros(64, 60, dtype=torch.bfloat16)):  # address, stride: not multiples of 16 bytes
+        with pytest.raises(ValueError, match="CUDA error 1"):
+            encoded_map(odd, (64, 32), swizzle=3)
+    with pytest.raises(ValueError, match="CUDA error 801"):
+        encoded_map(x, (64, 64), swizzle=4)
 
 
 def test_two_kernels_of_the_same_name() -> None:
@@ -209,6 +220,20 @@ def test_quack_rmsnorm() -> None:
         begin = tensor.data_ptr()
         assert (begin, begin + tensor.nbytes) in ranges
         assert any(begin.to_bytes(8, "little") in content for content in launch.params.values())
+
+
+def test_operators_for_cuda_alone_run_inside() -> None:
+    """The backward of quack's RMSNorm is an operator of torch without an implementation for the CPU."""
+    quack = pytest.importorskip("quack")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    x, weight = torch.randn(8, 1024, requires_grad=True), torch.randn(1024, requires_grad=True)
+    launches: list[Launch] = []
+    with recorded(launches):
+        assert has_kernel("quack::rmsnorm_bwd_f", "CPU")
+        quack.rmsnorm(x, weight).sum().backward()
+    assert ["RMSNormBackward" in launch.kernel for launch in launches] == [False, True]
+    assert x.grad is not None and x.grad.shape == x.shape
+    assert not has_kernel("quack::rmsnorm_bwd_f", "CPU")
 
 
 def test_quack_mxfp8_gemm_in_pairs_of_blocks() -> None:
@@ -336,7 +361,7 @@ def touched() -> dict[str, Any]:
     owners = (
         compiler.Compiler, compiler.CompileCallable, jit_executor.JitFunctionArtifacts, jit_executor.JitExecutor,
         _execution_engine, ExternalBinaryModule.load_provider, CudaDialectJitCompiledFunction,
-        cutlass.utils.HardwareInfo, torch.cuda, torch.Tensor, torch.nn.Parameter,
+        cutlass.utils.HardwareInfo, torch.cuda, torch.Tensor, torch._library.custom_ops.CustomOpDef, torch.nn.Parameter,
     )  # fmt: skip
     found = {f"{owner}.{name}": value for owner in owners for name, value in list(vars(owner).items())}
     found |= {f"environment {name}": value for name, value in os.environ.items()}

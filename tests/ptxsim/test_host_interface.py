@@ -6,6 +6,7 @@ The last section is the canary: when another version of cutlass-dsl is installed
 import ctypes
 import inspect
 import re
+import struct
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ import cutlass.cute as cute  # noqa: E402
 
 from ptxsim.host import binding, build, frameworks  # noqa: E402
 from ptxsim.host.device import Device  # noqa: E402
-from ptxsim.host.launches import LaunchError, LaunchShape, Param, entry_names, parse_params  # noqa: E402
+from ptxsim.host.launches import LaunchConfig, LaunchError, LaunchShape, Param, entry_names, parse_params  # noqa: E402
 from ptxsim.host.objects import elf_files, rename_undefined  # noqa: E402
 
 pytestmark = pytest.mark.ptxsim
@@ -50,6 +51,19 @@ def test_launches_that_a_gpu_refuses(change: dict[str, Any], message: str) -> No
     LaunchShape(**usual).check("k")
     with pytest.raises(LaunchError, match=message):
         LaunchShape(**{**usual, **change}).check("k")
+
+
+def test_attributes_of_a_launch() -> None:
+    """As the CUDA runtime gets them: 56 bytes of configuration and 72 for each attribute."""
+    attribute = struct.Struct("<i4x16I")
+    values = {4: (2, 1, 1), 6: (1,), 2: (1,)}
+    raw = b"".join(attribute.pack(kind, *value, *[0xDEAD] * (16 - len(value))) for kind, value in values.items())
+    attributes = ctypes.create_string_buffer(raw, len(raw))
+    numbers = (8, 1, 3, 128, 2, 1, 1024, 0, ctypes.addressof(attributes), 3)
+    config = LaunchConfig.from_buffer_copy(struct.pack("<6IQQQI4x", *numbers))
+    assert config.shape() == LaunchShape((8, 1, 3), (128, 2, 1), (2, 1, 1), 1024, cooperative=True, programmatic=True)
+    config.num_attributes = 0
+    assert config.shape() == LaunchShape((8, 1, 3), (128, 2, 1), (1, 1, 1), 1024, cooperative=False, programmatic=False)
 
 
 PTX = """
