@@ -132,58 +132,61 @@ def _extent(ptx: str, kernel: str | None) -> tuple[int, int]:
 
 
 @dataclass
-class _Outcome:
-    """What one run of a case showed, by kind: "finding", "wrong result", "deadlock", "fault", "no end"."""
+class Outcome:
+    """What one run of a case showed, by sign: "finding", "wrong result", "deadlock", "fault", "no end"."""
 
-    signs: dict[str, str] = field(default_factory=dict)
+    signs: dict[str, str] = field(default_factory=dict)  # sign → what was said
+    findings: list[Finding] = field(default_factory=list)
     seconds: float = 0.0
 
 
-class _Run:
-    """Runs a case under one seed, with a kernel replaced, and keeps what its launches report.
+def observe(
+    case: Case, seed: int = 0, patch: Callable[[str, str], str] = lambda ptx, kernel: ptx, *,
+    suppressions: Sequence[Suppression] = (), limit: float | None = None,
+) -> Outcome:  # fmt: skip
+    """Run a case once, with a change of its PTX, for at most `limit` seconds.
 
-    Findings are read off the grids, which the run comes to know through their monitors: a grid that ends in a fault
-    has findings too.
+    Findings are read off the grids, which become known through their monitors: a grid that ends in a fault has
+    findings too.
+
+    Raises:
+        Unsupported: an instruction form that the simulator does not know.
     """
+    grids: dict[int, Grid] = {}
 
-    def __init__(self, seed: int, suppressions: Sequence[Suppression], change: Callable[[str, str], str]):
-        self.seed, self.suppressions, self.change = seed, suppressions, change
-        self.grids: list[Grid] = []
-
-    def options(self) -> dict[str, Any]:
-        return {"seed": self.seed, "patch": self.change, "monitor": self._watch}
-
-    def _watch(self, cluster: Cluster) -> Monitor:
-        if not any(grid is cluster.grid for grid in self.grids):
-            self.grids.append(cluster.grid)
+    def watch(cluster: Cluster) -> Monitor:
+        grids[id(cluster.grid)] = cluster.grid
         return Monitor(cluster)
 
-    def findings(self) -> list[Finding]:
-        found = [finding for grid in self.grids for finding in grid.findings]
-        return [finding for finding in found if not any(s.covers(finding) for s in self.suppressions)]
+    outcome, begin = Outcome(), time.perf_counter()
+    try:
+        with _time_limit(limit):
+            complaint = case({"seed": seed, "patch": patch, "monitor": watch})
+        if complaint:
+            outcome.signs["wrong result"] = str(complaint)
+    except Unsupported:
+        raise  # of the simulator, not of the kernel
+    except Exception as error:
+        sign, message = _sign(error)
+        outcome.signs[sign] = message
+    found = [finding for grid in grids.values() for finding in grid.findings]
+    outcome.findings = [each for each in found if not any(s.covers(each) for s in suppressions)]
+    if outcome.findings:
+        outcome.signs = {"finding": "\n".join(map(str, outcome.findings))} | outcome.signs
+    outcome.seconds = time.perf_counter() - begin
+    return outcome
 
-    def outcome(self, case: Case, limit: float | None) -> _Outcome:
-        outcome, begin = _Outcome(), time.perf_counter()
-        try:
-            with _time_limit(limit):
-                complaint = case(self.options())
-            if complaint:
-                outcome.signs["wrong result"] = str(complaint)
-        except Unsupported:
-            raise  # of the simulator, not of the kernel
-        except AssertionError as error:
-            outcome.signs["wrong result"] = str(error) or "AssertionError"
-        except Deadlock as error:
-            outcome.signs["deadlock"] = str(error)
-        except NoEnd as error:
-            outcome.signs["no end"] = str(error)
-        except Exception as error:
-            notes = "; ".join(getattr(error, "__notes__", []))
-            outcome.signs["fault"] = f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
-        if findings := self.findings():
-            outcome.signs = {"finding": "\n".join(map(str, findings))} | outcome.signs
-        outcome.seconds = time.perf_counter() - begin
-        return outcome
+
+def _sign(error: Exception) -> tuple[str, str]:
+    """What an exception that left a case is a sign of, and its message."""
+    if isinstance(error, AssertionError):
+        return "wrong result", str(error) or "AssertionError"
+    if isinstance(error, Deadlock):
+        return "deadlock", str(error)
+    if isinstance(error, NoEnd):
+        return "no end", str(error)
+    notes = "; ".join(getattr(error, "__notes__", []))
+    return "fault", f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
 
 
 @contextlib.contextmanager
@@ -251,7 +254,10 @@ class Study:
     def __str__(self) -> str:
         lines = []
         for kernel in dict.fromkeys(verdict.kernel for verdict in self.verdicts):
-            lines += [f"kernel {kernel}", f"{'line':>6}  {'kind':20}  {'noticed as':24}  instruction, and what was said"]
+            lines += [
+                f"kernel {kernel}",
+                f"{'line':>6}  {'kind':20}  {'noticed as':24}  instruction, and what was said",
+            ]
             lines += [row(verdict) for verdict in self.verdicts if verdict.kernel == kernel]
         counts = ", ".join(f"{kind} {noticed}/{total}" for kind, (noticed, total) in self.counts().items())
         return "\n".join([*lines, f"noticed: {counts or 'there was nothing to mutate'}"])
@@ -297,7 +303,7 @@ def study(
 
     slowest = 0.0
     for seed in seeds:
-        outcome = _Run(seed, suppressions, remember).outcome(case, None)
+        outcome = observe(case, seed, remember, suppressions=suppressions)
         slowest = max(slowest, outcome.seconds)
         if outcome.signs:
             said = "\n".join(f"{sign}: {message}" for sign, message in outcome.signs.items())
@@ -318,13 +324,13 @@ def _judge(
 ) -> Verdict:
     """Try seeds until one notices."""
     name, ptx, mutant = target
-    changed, begin, outcome, seed = mutant.apply(ptx), time.perf_counter(), _Outcome(), 0
+    changed, begin, outcome, seed = mutant.apply(ptx), time.perf_counter(), Outcome(), 0
 
     def change(launched_ptx: str, launched_name: str) -> str:
         return changed if (launched_name, launched_ptx) == (name, ptx) else launched_ptx
 
     for seed in seeds:
-        outcome = _Run(seed, suppressions, change).outcome(case, limit)
+        outcome = observe(case, seed, change, suppressions=suppressions, limit=limit)
         if outcome.signs:
             break
     return Verdict(name, mutant, outcome.signs, seed, time.perf_counter() - begin)

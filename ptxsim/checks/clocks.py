@@ -1,8 +1,8 @@
 """Happens-before clocks.
 
-Actors are the warps, one tensor core for each CTA pair, and a queue of bulk stores for each warp: each orders what it
-does itself. Operations that complete in no order (tensor loads, remote stores) are numbered one by one. A clock says
-what its owner knows to have happened before:
+Actors are the warps, one tensor core for each CTA pair, a queue of bulk stores for each warp, and in programs with
+wgmma each warp's part of its warpgroup's products: each orders what it does itself. Operations that complete in no
+order (tensor loads, remote stores) are numbered one by one. A clock says what its owner knows to have happened before:
 
     ordered[a]   the epoch up to which accesses of actor a are ordered before
     proxied[a]   the same, made visible to the async proxy by a fence.proxy.async on the way

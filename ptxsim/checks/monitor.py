@@ -66,11 +66,14 @@ class Monitor:
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
         self.num_warps, num_ctas = len(cluster.warps), len(cluster.ctas)
-        self.num_actors = 2 * self.num_warps + num_ctas
+        has_products = any(each.words[0] == "wgmma" for each in cluster.grid.program.kernel.instructions)
+        self.first_product_actor = 2 * self.num_warps + num_ctas
+        self.num_actors = self.first_product_actor + (self.num_warps if has_products else 0)
         self.names = [
             *(str(warp) for warp in cluster.warps),
             *(f"tensor core of CTA {cta.index}" for cta in cluster.ctas),
             *(f"bulk stores of {warp}" for warp in cluster.warps),
+            *(f"wgmma of {warp}" for warp in cluster.warps if has_products),
         ]
         self.epochs = np.zeros(self.num_actors, np.int32)
         self.num_operations = 0
@@ -137,6 +140,10 @@ class Monitor:
     def start_tensor(self, warp: Warp, what: str, pair: int, is_commit: bool) -> Operation:
         return self._start_ordered(warp, what, self.num_warps + pair)
 
+    def start_product(self, warp: Warp, what: str) -> Operation:
+        """A warp's part of a wgmma."""
+        return self._start_ordered(warp, what, self.first_product_actor + warp.id)
+
     def _start_ordered(self, warp: Warp, what: str, actor: int) -> Operation:
         clock = self.release(warp)
         self.epochs[actor] += 1
@@ -181,6 +188,13 @@ class Monitor:
 
     def shared_write(self, warp: Warp, rank: int, offset: int, count: int) -> None:
         self.write(self.shared[rank], self.span(offset, count), self._warp_access(warp))
+
+    def shared_read_at(self, warp: Warp, rank: int, offsets: np.ndarray) -> None:
+        """16-byte chunks."""
+        self.read(self.shared[rank], self.chunks(offsets), self._warp_access(warp))
+
+    def shared_write_at(self, warp: Warp, rank: int, offsets: np.ndarray) -> None:
+        self.write(self.shared[rank], self.chunks(offsets), self._warp_access(warp))
 
     def shared_atomic(self, warp: Warp, rank: int, offset: int, count: int) -> None:
         """Atomics do not race with each other; they count as writes that those who read must be ordered behind."""

@@ -50,10 +50,14 @@ class Shadow:
         return (writer >= 0) & (writer < num_warps) & (epoch > access.clock.proxied[np.maximum(writer, 0)])
 
     def unordered_reads(self, where: slice | np.ndarray, access: Access) -> np.ndarray:
-        """Reads that are not ordered before the access. → bool [actors, granules]"""
-        unordered = self.read_epochs[:, where] > access.clock.ordered[:, None]
+        """Reads that are not ordered before the access. → bool [actors, granules]
+
+        An actor's own reads are in order, but for those that have not ended: a tcgen05.st may overtake a tcgen05.ld.
+        """
+        epochs = self.read_epochs[:, where]
+        unordered = epochs > access.clock.ordered[:, None]
         if access.actor >= 0:
-            unordered[access.actor] = False
+            unordered[access.actor] = epochs[access.actor] == FOREVER
         return unordered
 
     def record_read(self, where: slice | np.ndarray, access: Access) -> None:

@@ -38,6 +38,9 @@ class SilentMonitor:
     def start_tensor(self, warp: Any, what: str, pair: int, is_commit: bool) -> SilentOperation:
         return _OPERATION
 
+    def start_product(self, warp: Any, what: str) -> SilentOperation:
+        return _OPERATION
+
     def release(self, warp: Any) -> None: ...
 
     def acquire(self, warp: Any, clock: Any) -> None: ...
@@ -51,6 +54,10 @@ class SilentMonitor:
     def shared_write(self, warp: Any, rank: int, offset: int, count: int) -> None: ...
 
     def shared_atomic(self, warp: Any, rank: int, offset: int, count: int) -> None: ...
+
+    def shared_read_at(self, warp: Any, rank: int, offsets: Any) -> None: ...
+
+    def shared_write_at(self, warp: Any, rank: int, offsets: Any) -> None: ...
 
     def tmem_access(
         self, warp: Any, quarters: range, columns: range, *, is_write: bool, state: str = "done"

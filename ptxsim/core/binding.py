@@ -33,7 +33,7 @@ INSTRUCTION = np.dtype(
     [
         ("op", "u2"), ("is_negated", "u1"), ("count", "u1"), ("guard", "i4"), ("d", "i4"), ("a", "i4"), ("b", "i4"),
         ("c", "i4"), ("immediate", "i8"), ("vector", "i4", 8), ("target", "i4"), ("space", "u1"),
-        ("element_bytes", "u1"), ("is_signed", "u1"), ("needs_warp", "u1"), ("forwards", "u1"), ("reads", "u2"),
+        ("element_bytes", "u1"), ("is_signed", "u1"), ("needs_warp", "u1"), ("is_selection", "u1"), ("reads", "u2"),
         ("writes", "u2"),
     ],
     align=True,
@@ -41,13 +41,16 @@ INSTRUCTION = np.dtype(
 ACCESS = np.dtype([("instruction", "u4"), ("address", "u4"), ("bytes", "u4"), ("lane", "u4")])
 STORE_BIT = 0x80000000
 
-OUT_OF_BUDGET, SYSTEM, EXITED, BLOCKED, FAULT, TOUCHED = range(6)
+OUT_OF_BUDGET, SYSTEM, EXITED, BLOCKED, FAULT, TOUCHED, RESERVED = range(7)
 FAULTS = (
     "no fault", "shared address outside the CTA's window", "null address", "global address outside every known tensor",
     "read of a register that was never written", "misaligned address", "bad opcode",
+    "local address outside the variables declared",
 )  # fmt: skip
 UNWRITTEN_REGISTER = 4
 MAX_PENDING = 16
+SPACES = ("global", "shared", "local")  # that an instruction names; global stands for generic, too
+LOCAL_BASE = 1 << 28  # generic address of local memory: each lane sees its own there
 
 
 class WarpState(ctypes.Structure):
@@ -60,7 +63,8 @@ class WarpState(ctypes.Structure):
         ("executed", ctypes.c_uint64), ("fault", ctypes.c_uint32), ("touched", ctypes.c_uint32),
         ("fault_address", ctypes.c_uint64), ("num_pending", ctypes.c_uint32),
         ("pending_first", ctypes.c_int32 * MAX_PENDING), ("pending_last", ctypes.c_int32 * MAX_PENDING),
-        ("written", ctypes.c_void_p),
+        ("written", ctypes.c_void_p), ("reserved", ctypes.c_void_p), ("local", ctypes.c_void_p),
+        ("local_size", ctypes.c_uint64),
     ]  # fmt: skip
 
 

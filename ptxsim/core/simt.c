@@ -15,7 +15,7 @@ typedef struct {
   int32_t vector[8];
   int32_t target;  // of a branch
   uint8_t space, element_bytes, is_signed, needs_warp;
-  uint8_t forwards;  // 1: mov, 2: selp: what it copies may be unwritten, if nobody uses the copy
+  uint8_t is_selection;  // selp: only the chosen source has to be written
   uint16_t reads, writes;  // bit sets of operand slots: d, a, b, c, vector[0] … vector[7]
 } Instruction;
 
@@ -29,6 +29,9 @@ typedef struct {
   uint32_t num_pending;  // tcgen05.ld whose values have not arrived: ranges of destination registers
   int32_t pending_first[16], pending_last[16];
   uint32_t* written;  // lanes that have written each register; NULL: not checked
+  uint8_t* reserved;  // registers that a wgmma under way uses: 1 its result, 2 its operand; NULL: none
+  uint8_t* local;  // local memory: [32 lanes][local_size]
+  uint64_t local_size;
 } Warp;
 
 typedef struct {
@@ -44,15 +47,17 @@ typedef struct {
   uint64_t* ranges;  // first, end of the global memory that may be touched, sorted; none: anything
 } Context;
 
-enum { OUT_OF_BUDGET, SYSTEM, EXITED, BLOCKED, FAULT, TOUCHED };
-enum { GLOBAL, SHARED };
-enum { NO_FAULT, OUTSIDE_SHARED, NULL_ADDRESS, OUTSIDE_GLOBAL, UNWRITTEN_REGISTER, MISALIGNED, BAD_OPCODE };
+enum { OUT_OF_BUDGET, SYSTEM, EXITED, BLOCKED, FAULT, TOUCHED, RESERVED };
+enum { GLOBAL, SHARED, LOCAL };
+enum { NO_FAULT, OUTSIDE_SHARED, NULL_ADDRESS, OUTSIDE_GLOBAL, UNWRITTEN_REGISTER, MISALIGNED, BAD_OPCODE, OUTSIDE_LOCAL };
 enum {
   OP_SYSTEM, OP_BRANCH, OP_RETURN, OP_LOAD, OP_STORE, OP_PACK, OP_UNPACK, OP_SHUFFLE, OP_BALLOT, OP_ALL, OP_ANY,
   OP_ELECT, OP_REDUX, OP_MOVE128, OP_MATCH_ANY, OP_NOTHING, OP_LOP3, OP_FUNNEL, OP_ACTIVE_MASK, OP_ARITHMETIC = 32
 };
 #define RANK_SHIFT 24
+#define SLOTS 12
 #define SHARED_LIMIT (1u << 28)
+#define LOCAL_LIMIT (1u << 29)  // local memory begins at SHARED_LIMIT, in its own and in the generic space
 #define ALL_LANES 0xffffffffu
 
 #define FOR_LANES(...)                                        \
@@ -138,7 +143,7 @@ static int touched_load(const Warp* w, const Instruction* i) {
   for (uint32_t k = 0; k < w->num_pending; k++) {
     int32_t first = w->pending_first[k], last = w->pending_last[k];
     if (i->guard >= first && i->guard <= last) return k;
-    for (int slot = 0; slot < 12; slot++) {
+    for (int slot = 0; slot < SLOTS; slot++) {
       int32_t named = operand(i, slot);
       if (((i->reads | i->writes) >> slot) & 1 && named >= first && named <= last) return k;
     }
@@ -146,10 +151,23 @@ static int touched_load(const Warp* w, const Instruction* i) {
   return -1;
 }
 
+// A register that the instruction must not use while a wgmma is under way, or 0.
+static int32_t reserved_register(const Warp* w, const Instruction* i) {
+  if (i->guard >= 0 && w->reserved[i->guard] & 1) return i->guard;
+  for (int slot = 0; slot < SLOTS; slot++) {
+    int32_t named = operand(i, slot);
+    int is_read = (i->reads >> slot) & 1, is_written = (i->writes >> slot) & 1;
+    if (named > 0 && ((is_read && w->reserved[named] & 1) || (is_written && w->reserved[named]))) return named;
+  }
+  return 0;
+}
+
+// A register that was never written may be copied and computed with, if nothing depends on it: the result is unwritten
+// too. It may not guard an instruction, form an address, or be stored.
 static int check_written(Warp* w, const Instruction* i, uint32_t ex) {
   if (i->guard >= 0 && w->active & ~w->written[i->guard]) return fail(w, UNWRITTEN_REGISTER, i->guard);
-  if (i->forwards) return 0;
-  for (int slot = 0; slot < 12; slot++) {
+  if (i->op != OP_LOAD && i->op != OP_STORE) return 0;
+  for (int slot = 0; slot < SLOTS; slot++) {
     if (!((i->reads >> slot) & 1)) continue;
     int32_t named = operand(i, slot);
     if (named > 0 && ex & ~w->written[named]) return fail(w, UNWRITTEN_REGISTER, named);
@@ -157,28 +175,44 @@ static int check_written(Warp* w, const Instruction* i, uint32_t ex) {
   return 0;
 }
 
-static void mark_written(Warp* w, const Instruction* i, const uint64_t* registers, uint32_t ex) {
-  if (i->forwards) {
-    uint32_t known = w->written[i->a];
-    if (i->forwards == 2) {
-      const uint64_t* choice = registers + ((int64_t)i->c << 5);
-      uint32_t first = 0;
-      for (int l = 0; l < 32; l++) first |= (uint32_t)(choice[l] & 1) << l;
-      known = ((known & first) | (w->written[i->b] & ~first)) & w->written[i->c];
-    }
-    w->written[i->d] = (w->written[i->d] & ~ex) | (known & ex);
-    return;
+static uint32_t known_sources(const Warp* w, const Instruction* i, const uint64_t* registers) {
+  uint32_t known = ALL_LANES;
+  if (i->op == OP_LOAD) return known;  // what memory holds is the business of others
+  if (i->is_selection) {
+    const uint64_t* choice = registers + ((int64_t)i->c << 5);
+    uint32_t first = 0;
+    for (int l = 0; l < 32; l++) first |= (uint32_t)(choice[l] & 1) << l;
+    return ((w->written[i->a] & first) | (w->written[i->b] & ~first)) & w->written[i->c];
   }
-  for (int slot = 0; slot < 12; slot++)
-    if ((i->writes >> slot) & 1) w->written[operand(i, slot)] |= ex;
+  for (int slot = 0; slot < SLOTS; slot++)
+    if ((i->reads >> slot) & 1 && operand(i, slot) > 0) known &= w->written[operand(i, slot)];
+  return known;
+}
+
+static void mark_written(Warp* w, const Instruction* i, const uint64_t* registers, uint32_t ex) {
+  if (!i->writes) return;
+  uint32_t known = known_sources(w, i, registers);
+  for (int slot = 0; slot < SLOTS; slot++) {
+    if (!((i->writes >> slot) & 1)) continue;
+    uint32_t* written = &w->written[operand(i, slot)];
+    *written = (*written & ~ex) | (known & ex);
+  }
 }
 
 // ---- memory
 
-static uint8_t* resolve(Context* x, Warp* w, int space, uint64_t address, int bytes) {
+static uint8_t* resolve(Context* x, Warp* w, int space, uint64_t address, int bytes, int lane) {
   if (address & (bytes - 1)) {
     fail(w, MISALIGNED, address);
     return 0;
+  }
+  if (space == LOCAL || (space == GLOBAL && address >= SHARED_LIMIT && address < LOCAL_LIMIT)) {
+    uint64_t offset = address - SHARED_LIMIT;
+    if (offset >= w->local_size || offset + bytes > w->local_size) {
+      fail(w, OUTSIDE_LOCAL, address);
+      return 0;
+    }
+    return w->local + lane * w->local_size + offset;
   }
   if (space == SHARED || address < SHARED_LIMIT) {  // generic addresses of shared memory are shared addresses
     uint32_t rank = (address >> RANK_SHIFT) & 15, offset = address & ((1u << RANK_SHIFT) - 1);
@@ -229,7 +263,7 @@ static int load(Warp* w, const Instruction* i, uint64_t* registers, Context* x, 
     if (!((ex >> l) & 1)) continue;
     uint64_t address = base[l] + i->immediate;
     if (i->space == SHARED) address = (uint32_t)address;
-    uint8_t* source = resolve(x, w, i->space, address, bytes);
+    uint8_t* source = resolve(x, w, i->space, address, bytes, l);
     if (!source) return FAULT;
     log_access(x, w, address, bytes, l, 0);
     for (int k = 0; k < i->count; k++) {
@@ -248,7 +282,7 @@ static int store(Warp* w, const Instruction* i, uint64_t* registers, Context* x,
     if (!((ex >> l) & 1)) continue;
     uint64_t address = base[l] + i->immediate;
     if (i->space == SHARED) address = (uint32_t)address;
-    uint8_t* target = resolve(x, w, i->space, address, bytes);
+    uint8_t* target = resolve(x, w, i->space, address, bytes, l);
     if (!target) return FAULT;
     log_access(x, w, address, bytes, l, 1);
     for (int k = 0; k < i->count; k++) memcpy(target + k * i->element_bytes, &REGISTER(i->vector[k])[l], i->element_bytes);
@@ -441,6 +475,14 @@ int warp_run(Warp* w, const Instruction* program, uint64_t* registers, Context* 
         w->touched = load_index;
         w->may_pass = 1;
         return TOUCHED;
+      }
+    }
+    if (w->reserved) {
+      int32_t named = reserved_register(w, i);
+      if (named) {
+        w->touched = named;
+        w->may_pass = 1;
+        return RESERVED;
       }
     }
     if (w->written && check_written(w, i, ex)) return FAULT;

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
-from ptxsim.machine import atomics, cluster_control, copies, synchronisation
+from ptxsim.machine import atomics, cluster_control, copies, matrix_moves, synchronisation
 from ptxsim.machine.operands import Operands
 from ptxsim.machine.tensor_core import decode_tensor_core
 from ptxsim.machine.warp import Warp
+from ptxsim.machine.warp_product import decode_warp_product
+from ptxsim.machine.warpgroup import decode_warpgroup
 from ptxsim.ptx.parse import Instruction
 from ptxsim.ptx.program import Handler, Program, Unsupported
 
@@ -46,5 +48,10 @@ _DECODERS: dict[str, Callable[[Instruction, Operands], Handler]] = {
     "atom": atomics.decode_atomic,
     "red": atomics.decode_atomic,
     "tcgen05": decode_tensor_core,
+    "wgmma": decode_warpgroup,
+    "ldmatrix": matrix_moves.decode_load,
+    "stmatrix": matrix_moves.decode_store,
+    "movmatrix": matrix_moves.decode_transpose,
+    "mma": decode_warp_product,
     "trap": _trap,
 }

@@ -58,6 +58,10 @@ class Engine:
         operation = self.monitor.start_tensor(warp, what, pair, is_commit)
         return self._submit(warp, what, action, operation, ("tensor", pair))
 
+    def submit_product(self, warp: Warp, what: str, action: Action, operation: Any) -> Wait:
+        """A wgmma of the warp's warpgroup: after the warpgroup's earlier ones. `operation`: the monitor's record."""
+        return self._submit(warp, what, action, operation, ("wgmma", warp.cta.rank, warp.index // 4))
+
     def _submit(self, warp: Warp, what: str, action: Action, operation: Any, queue: Any) -> Wait:
         wait = Wait(what)
 

@@ -35,7 +35,7 @@ class Options:
     check_registers: bool = False  # reads of registers that were never written
     monitor: Callable[[Cluster], Any] | None = None
     concurrent: bool = False  # all clusters at once instead of one after the other
-    global_ranges: tuple[tuple[int, int], ...] | None = None  # (first, end) that loads and stores may touch
+    global_ranges: tuple[tuple[int, int], ...] | None = None  # (first, end) that may be touched; None: what is mapped
 
 
 class Grid:
@@ -72,7 +72,7 @@ class Grid:
 
     def _merge_ranges(self) -> None:
         merged: list[list[int]] = []
-        ranges = self.options.global_ranges or ()
+        ranges = self.options.global_ranges if self.options.global_ranges is not None else mapped_memory()
         for first, end in sorted({*ranges, (self._base, self._base + self._parameter_bytes)}):
             if merged and first <= merged[-1][1]:
                 merged[-1][1] = max(end, merged[-1][1])
@@ -81,8 +81,7 @@ class Grid:
         self._ranges = np.array(merged, np.uint64).ravel()
 
     def restrict_global_memory(self, context: binding.Context) -> None:
-        if self.options.global_ranges is not None:
-            context.num_ranges, context.ranges = len(self._ranges) // 2, self._ranges.ctypes.data
+        context.num_ranges, context.ranges = len(self._ranges) // 2, self._ranges.ctypes.data
 
     def tensor_map(self, address: int) -> TensorMap:
         """The tensor map at an address in global or parameter memory."""
@@ -112,6 +111,13 @@ class Grid:
                 clusters.append(Cluster(self, index))
             Scheduler(self, clusters).run()
         self.seconds = time.perf_counter() - begin
+
+
+def mapped_memory() -> list[tuple[int, int]]:
+    """(first, end) of what this process has mapped for reading, so that a wild address is a fault and no crash."""
+    with open("/proc/self/maps") as maps:
+        spans = [line.split(maxsplit=2) for line in maps]
+    return [tuple(int(end, 16) for end in span.split("-")) for span, access, _ in spans if access.startswith("r")]
 
 
 class Scheduler:
@@ -173,6 +179,9 @@ class Scheduler:
             if code == binding.TOUCHED:
                 warp.land(state.touched)
                 continue
+            if code == binding.RESERVED:
+                warp.member.report_use(state.touched)
+                continue
             if code == binding.EXITED:
                 happened = True
                 self._retire(warp)
@@ -188,6 +197,8 @@ class Scheduler:
         state, index = warp.state, warp.state.at
         if warp.pending_loads:
             warp.land_touching(self.grid.program.system_registers.get(index, []))
+        if state.reserved and self.grid.program.kernel.instructions[index].words[0] != "wgmma":
+            warp.member.check_use(self.grid.program.system_registers.get(index, []))
         try:
             waits = self.handlers[index](warp, state.executing)
         except Exception as error:

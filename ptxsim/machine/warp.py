@@ -40,12 +40,17 @@ class Warp:
         self.copy_groups: dict[int, list[list[Wait]]] = {}
         self.pending_loads: list[PendingLoad] = []
         self.pending_stores: list[Callable[[], None]] = []  # tcgen05.st before its wait::st
+        self.member: Any = None  # its part in a warpgroup, once it executes a wgmma
         self.cluster_phase = 0  # of the cluster barrier it has arrived at
         self.clock: Any = None
         for value, register in self.program.constants.items():
             self.registers[register] = value
         for name, register in self.program.specials.items():
             self.registers[register] = np.asarray(self._special(name), np.uint64)
+        if local_bytes := self.program.kernel.local_bytes:
+            poison = self.cta.cluster.grid.options.poison
+            self.local = np.full((LANES, local_bytes), 0xFF if poison else 0, np.uint8)
+            self.state.local, self.state.local_size = self.local.ctypes.data, local_bytes
         if checks_registers:
             self.written = np.zeros(self.program.num_registers, np.uint32)
             known = [0, *self.program.constants.values(), *self.program.specials.values()]
@@ -125,6 +130,9 @@ class Warp:
     def _special(self, name: str) -> Any:
         if not name.startswith("%"):
             grid = self.cta.cluster.grid
+            local = self.program.kernel.local.get(name)
+            if local is not None:
+                return binding.LOCAL_BASE + local.offset
             return grid.parameter_addresses.get(name) or self.cta.shared_symbols[name]
         base, _, axis = name[1:].partition(".")
         if axis:

@@ -36,6 +36,14 @@ class SharedSymbol:
 
 
 @dataclass(frozen=True)
+class LocalSymbol:
+    """A variable in local memory, `offset` bytes into every lane's own."""
+
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
 class Instruction:
     """One instruction, `@!p opcode operands`, with names resolved."""
 
@@ -70,6 +78,8 @@ class Kernel:
     wide_registers: set[str] = field(default_factory=set)  # of 128 bits
     vector_registers: dict[str, int] = field(default_factory=dict)  # name → length; elements are name.x … name.w
     shared: dict[str, SharedSymbol] = field(default_factory=dict)
+    local: dict[str, LocalSymbol] = field(default_factory=dict)
+    local_bytes: int = 0
 
 
 def entry_names(ptx: str) -> list[str]:
@@ -191,6 +201,8 @@ class _Body:
                 text = text[label.end() :]
             if text.startswith(".reg"):
                 self._declare(scopes[-1], text)
+            elif text.startswith(".local"):
+                self._declare_local(scopes[-1], text)
             elif text.startswith(".loc"):
                 _, file, at, *_ = text.split()
                 source = f"{self.files.get(file, file)}:{at}"
@@ -211,6 +223,20 @@ class _Body:
                 self.kernel.wide_registers.add(full_name)
             if length:
                 self.kernel.vector_registers[full_name] = length
+
+    def _declare_local(self, scope: int, text: str) -> None:
+        """`.local .align 16 .b8 __local_depot0[64];`: space that compilers use for arrays with a variable index."""
+        found = re.fullmatch(r"\.local\s+(?:\.align\s+(\d+)\s+)?\.([busf]\d+)\s+([\w$]+)((?:\[\d+\])*)", text)
+        if found is None:
+            raise PTXSyntaxError(f"declaration {text!r}; known is .local [.align A] .type name[N]")
+        size = TYPE_BITS[found[2]] // 8
+        align = max(size, int(found[1] or 1))
+        for count in re.findall(r"\d+", found[4]):
+            size *= int(count)
+        offset = -(-self.kernel.local_bytes // align) * align
+        self.declared[scope].add(found[3])
+        self.kernel.local[f"{found[3]}@{scope}" if scope else found[3]] = LocalSymbol(offset, size)
+        self.kernel.local_bytes = -(-(offset + size) // 16) * 16
 
     def _resolve(self, scopes: tuple[int, ...], name: str) -> str:
         scope = next((scope for scope in reversed(scopes) if scope and name in self.declared[scope]), 0)

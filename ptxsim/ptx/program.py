@@ -4,8 +4,10 @@ Every operand becomes a register: immediates are registers that hold a constant,
 registers that are filled in for each warp. A 128-bit register takes two consecutive ones, low half first.
 """
 
+import functools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,9 @@ from ptxsim.ptx.parse import TYPE_BITS, Instruction, Kernel
 NOTHING = ("prefetch", "prefetchu", "setmaxnreg", "griddepcontrol", "nanosleep", "discard", "applypriority", "pmevent")
 SYSTEM = (
     "mbarrier", "tcgen05", "wgmma", "cp", "bar", "barrier", "fence", "membar", "mapa", "getctarank", "tensormap",
-    "clusterlaunchcontrol", "atom", "red", "trap", "stmatrix", "ldmatrix", "createpolicy", "mma",
+    "clusterlaunchcontrol", "atom", "red", "trap", "stmatrix", "ldmatrix", "movmatrix", "createpolicy", "mma",
 )  # fmt: skip
-WARP_WIDE = ("bar", "barrier", "elect", "shfl", "vote", "redux", "match", "stmatrix", "ldmatrix", "wgmma")
+WARP_WIDE = ("bar", "barrier", "elect", "shfl", "vote", "redux", "match", "stmatrix", "ldmatrix", "movmatrix", "wgmma")
 SPECIAL = re.compile(
     r"%(tid|ntid|ctaid|nctaid|laneid|warpid|nwarpid|cluster_\w+|clusterid|nclusterid|is_explicit_cluster|smid|nsmid|"
     r"dynamic_smem_size|total_smem_size|clock|clock64|globaltimer|lanemask_\w+)(\.[xyz])?"
@@ -28,7 +30,16 @@ SPECIAL = re.compile(
 REDUX = ("add", "and", "or", "xor", "min_s32", "max_s32", "min_u32", "max_u32", "min_f32", "max_f32")
 D, A, B, C = (1 << slot for slot in range(4))
 
+COMMON_FORMS = Path(__file__).parent / "common_forms.txt"
+
 Handler = Callable[[Any, int], Any]  # (warp, lanes) → what the lanes wait for
+
+
+@functools.cache
+def common_expressions() -> tuple[str, ...]:
+    """Of forms that kernels use: in every core from the start, so that few programs need a new one."""
+    forms = COMMON_FORMS.read_text().split()
+    return tuple(text for form in forms if (text := expression(form.split("."), 2)))
 
 
 class Unsupported(NotImplementedError):
@@ -58,7 +69,7 @@ class Program:
                 table[index]["op"] = OPCODE["SYSTEM"]
                 self.handlers[index] = _raise(f"{instruction.where()}: {instruction}: {error}")
         table[-1]["op"] = OPCODE["RETURN"]
-        self.core = binding.load_core(self._expressions.values())
+        self.core = binding.load_core([*common_expressions(), *self._expressions.values()])
         for index, text in self._expressions.items():
             table[index]["op"] = self.core.opcodes[text]
         self.table = table
@@ -75,7 +86,11 @@ class Program:
         if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", operand):
             return self.constant(int(operand.rstrip("U"), 0))
         self.registers[operand] = self._new(2 if operand in self.kernel.wide_registers else 1)
-        is_symbol = operand in self.kernel.shared or any(p.name == operand for p in self.kernel.parameters)
+        is_symbol = (
+            operand in self.kernel.shared
+            or operand in self.kernel.local
+            or any(p.name == operand for p in self.kernel.parameters)
+        )
         if is_symbol or SPECIAL.fullmatch(operand):
             self.specials[operand] = self.registers[operand]
         return self._name(self.registers[operand])
@@ -145,7 +160,7 @@ class Program:
             raise Unsupported("no semantics for this form")
         self._expressions[index] = text
         row["d"], row["writes"] = self.register(target), D
-        row["forwards"] = {"mov": 1, "selp": 2}.get(instruction.words[0], 0)
+        row["is_selection"] = instruction.words[0] == "selp"
         for slot, (name, source) in enumerate(zip("abc", sources, strict=False), 1):
             row[name] = self.register(source)
             row["reads"] |= 1 << slot
@@ -154,15 +169,15 @@ class Program:
         words, is_load = instruction.words, instruction.words[0] == "ld"
         value, address = instruction.operands if is_load else reversed(instruction.operands)
         spaces = [word.split("::")[0] for word in words[1:-1]]
-        if "local" in spaces or "const" in spaces:
-            raise Unsupported("local and constant memory")
+        if "const" in spaces:
+            raise Unsupported("constant memory")
         registers, element_bytes = self.vector(value), TYPE_BITS[words[-1]] // 8
         if element_bytes > 8 or len(registers) > 8:
             raise Unsupported("elements of 128 bits, or more than eight")
         row["op"] = OPCODE["LOAD" if is_load else "STORE"]
         row["a"], row["immediate"] = self.address(address)
         row["count"], row["element_bytes"], row["is_signed"] = len(registers), element_bytes, words[-1][0] == "s"
-        row["space"] = "shared" in spaces
+        row["space"] = binding.SPACES.index(next((space for space in spaces if space in binding.SPACES), "global"))
         row["vector"][: len(registers)] = registers
         slots = ((1 << len(registers)) - 1) << 4
         row["reads"], row["writes"] = (A, slots) if is_load else (A | slots, 0)

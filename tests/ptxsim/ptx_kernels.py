@@ -23,8 +23,8 @@ def kernel_text(body: str, num_parameters: int) -> str:
     """An entry `kernel` with 64-bit parameters p0, p1, … and plenty of registers."""
     parameters = ",\n".join(f".param .u64 p{index}" for index in range(num_parameters))
     registers = ".reg .pred %p<64>; .reg .b16 %rs<64>; .reg .b32 %r<256>; .reg .f32 %f<64>; .reg .b64 %rd<64>;"
-    shared = ".extern .shared .align 1024 .b8 dynamic[];\n"
-    return f".version 9.0\n.target sm_100a\n{shared}.visible .entry kernel(\n{parameters}\n)\n{{\n{registers}\n{body}\n}}\n"
+    head = ".version 9.0\n.target sm_100a\n.extern .shared .align 1024 .b8 dynamic[];\n"
+    return f"{head}.visible .entry kernel(\n{parameters}\n)\n{{\n{registers}\n{body}\n}}\n"
 
 
 def run(body: str, *arguments: np.ndarray | int, options: Options | None = None, **launch) -> Grid:

@@ -5,7 +5,7 @@ GEMM results must be the float64 product of the given operands rounded once, exc
 a rounding boundary that the hardware's own order of addition decides: at most one output in a thousand.
 """
 
-import sys
+import importlib
 
 import torch
 from torch import Tensor
@@ -16,10 +16,9 @@ AT_BOUNDARY = 1e-3
 
 
 def gemm(*arguments, **options) -> None:
-    import quack.gemm
-
+    module = importlib.import_module("quack.gemm")  # the package's attribute of this name is a function
     formats = {"bs_format_a": "mxfp8_e4m3", "bs_format_b": "mxfp8_e4m3"} if options.get("SFA") is not None else {}
-    sys.modules["quack.gemm"].gemm(*arguments, **formats, **options)
+    module.gemm(*arguments, **formats, **options)
 
 
 def to_mx(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,8 +107,8 @@ def mxfp8_gemm_varlen_m(lengths: list[int], n: int, k: int, **options) -> ptxsim
 
 
 def mxfp8_gemm_varlen_k(lengths: list[int], m: int, n: int, **options) -> ptxsim.simulate:
-    """One product for each segment, contracted over its rows, however many: payload unpadded, scales in 128-row tiles."""
-    from pma.layouts import quantize, scatter_scales
+    """A product for each segment, contracted over its rows, however many: payload unpadded, scales in 128-row tiles."""
+    from pma.layouts import dequantize, quantize, scatter_scales
 
     torch.manual_seed(6)
     offsets = torch.tensor([0, *lengths]).cumsum(0)
@@ -122,8 +121,6 @@ def mxfp8_gemm_varlen_k(lengths: list[int], m: int, n: int, **options) -> ptxsim
     data = [each.view(torch.float8_e4m3fn).t() for each in (a, b)]
     with ptxsim.simulate(**options) as simulation:
         gemm(*data, out, None, None, 128, 128, 1, 1, SFA=shaped[0], SFB=shaped[1], cu_seqlens_k=offsets.int())
-    from pma.layouts import dequantize
-
     exact = [dequantize(*each, offsets, torch.float64) for each in ((a, a_scales), (b, b_scales))]
     for index, (first, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
         assert_rounded_once(out[index], exact[0][first:end].T @ exact[1][first:end])
@@ -148,9 +145,7 @@ def bf16_gemm(
 
 def rmsnorm(rows: int, columns: int, **options) -> tuple[ptxsim.simulate, dict[str, tuple[Tensor, Tensor]]]:
     """Forward and backward: (actual, exact) of out, rstd, dx and dw."""
-    import quack.rmsnorm  # the package's attribute of this name is a function
-
-    module = sys.modules["quack.rmsnorm"]
+    module = importlib.import_module("quack.rmsnorm")
     torch.manual_seed(3)
     x, dout = (torch.randn(rows, columns).bfloat16() for _ in range(2))
     weight = torch.randn(columns).bfloat16()

@@ -1,0 +1,3 @@
+"""Fixtures of every test."""
+
+pytest_plugins = ["ptxsim.pytest_plugin"]

@@ -1,0 +1,190 @@
+"""Warps, barriers, copies and faults, on kernels written as PTX text."""
+
+import numpy as np
+import pytest
+from ptx_kernels import run
+
+from ptxsim import Deadlock, Options
+from ptxsim.checks.monitor import Monitor
+from ptxsim.machine.barriers import BarrierMisuse
+from ptxsim.machine.cluster import MachineFault
+from ptxsim.ptx.program import Unsupported
+
+pytestmark = [pytest.mark.ptxsim]
+ORDERS = [None, *((delay, seed) for delay in (50, 800, 20_000) for seed in range(3))]
+POINTER = "ld.param.u64 %rd1, [p0]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 4; add.s64 %rd1, %rd1, %rd2;"
+
+
+def checked(order: tuple[int, int] | None = (800, 1), **options) -> Options:
+    delay, seed = order or (None, 0)
+    return Options(delay=delay, seed=seed, poison=True, check_registers=True, monitor=Monitor, **options)
+
+
+def test_special_registers_of_a_grid_of_clusters():
+    out = np.zeros((8, 64, 4), np.uint32)
+    run(
+        """ld.param.u64 %rd1, [p0]; mov.u32 %r1, %ctaid.x; mov.u32 %r2, %tid.x; mov.u32 %r3, %cluster_ctarank;
+        mov.u32 %r4, %laneid; mad.lo.s32 %r5, %r1, 64, %r2; mul.wide.u32 %rd2, %r5, 16; add.s64 %rd1, %rd1, %rd2;
+        mov.u32 %r6, %clusterid.x; st.global.v4.b32 [%rd1], {%r1, %r3, %r4, %r6}; ret;""",
+        out, grid=(8, 1, 1), block=(64, 1, 1), cluster=(2, 1, 1), options=checked(),
+    )  # fmt: skip
+    for block in range(8):
+        expected = [[block, block % 2, thread % 32, block // 2] for thread in range(64)]
+        assert out[block].tolist() == expected
+
+
+def test_divergent_branches_and_loops():
+    """Each lane counts to its own number; the lanes meet again behind the loop."""
+    out = np.zeros(32, np.uint32)
+    run(
+        f"""{POINTER} mov.u32 %r2, 0; mov.u32 %r3, 0;
+        LOOP: setp.ge.u32 %p1, %r2, %r1; @%p1 bra DONE; add.u32 %r2, %r2, 1; add.u32 %r3, %r3, %r2; bra LOOP;
+        DONE: shfl.sync.idx.b32 %r4, %r3, 31, 31, 0xffffffff; sub.u32 %r5, %r4, %r3; st.global.u32 [%rd1], %r5; ret;""",
+        out, options=checked(),
+    )  # fmt: skip
+    sums = np.arange(32) * (np.arange(32) + 1) // 2
+    assert out.tolist() == (sums[31] - sums).tolist()
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [("up", lambda v: [v[max(i - 3, 0)] if i >= 3 else v[i] for i in range(32)]),
+     ("down", lambda v: [v[i + 3] if i < 29 else v[i] for i in range(32)]),
+     ("bfly", lambda v: [v[i ^ 3] for i in range(32)]), ("idx", lambda v: [v[3]] * 32)],
+)  # fmt: skip
+def test_shuffles(kind, expected):
+    out = np.zeros(32, np.uint32)
+    clamp = 0 if kind == "up" else 31
+    body = f"mul.lo.u32 %r2, %r1, 7; shfl.sync.{kind}.b32 %r3, %r2, 3, {clamp}, -1; st.global.u32 [%rd1], %r3; ret;"
+    run(f"{POINTER} {body}", out)
+    assert out.tolist() == expected([7 * lane for lane in range(32)])
+
+
+def test_votes_elections_and_reductions():
+    out = np.zeros(32 * 6, np.uint32)
+    run(
+        """ld.param.u64 %rd1, [p0]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 24; add.s64 %rd1, %rd1, %rd2;
+        setp.lt.u32 %p1, %r1, 5; vote.sync.ballot.b32 %r2, %p1, -1; vote.sync.all.pred %p2, %p1, -1;
+        vote.sync.any.pred %p3, %p1, -1; selp.u32 %r3, 1, 0, %p2; selp.u32 %r4, 1, 0, %p3;
+        elect.sync %r5|%p4, -1; selp.u32 %r6, 1, 0, %p4;
+        redux.sync.add.u32 %r7, %r1, -1; redux.sync.max.u32 %r8, %r1, -1;
+        st.global.v2.b32 [%rd1], {%r2, %r3}; st.global.v2.b32 [%rd1+8], {%r4, %r6};
+        st.global.v2.b32 [%rd1+16], {%r7, %r8}; ret;""",
+        out, options=checked(),
+    )  # fmt: skip
+    rows = out.reshape(32, 6)
+    assert (rows[:, [0, 1, 2, 4, 5]] == [31, 0, 1, 496, 31]).all() and rows[:, 3].tolist() == [1] + [0] * 31
+
+
+COPY = """
+    ld.param.u64 %rd1, [p0]; ld.param.u64 %rd2, [p1]; mov.u32 %r1, dynamic; mov.u32 %r2, %tid.x;
+    setp.ne.u32 %p1, %r2, 0; @%p1 bra READY;
+    mbarrier.init.shared.b64 [%r1], 1; fence.mbarrier_init.release.cluster;
+    mbarrier.arrive.expect_tx.shared.b64 %rd9, [%r1], 1024;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1+1024], [%rd1], 1024, [%r1];
+    READY: bar.sync 0;
+    WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r1], 0; @!%p2 bra WAIT;
+    shl.b32 %r3, %r2, 2; add.s32 %r4, %r1, %r3; ld.shared.b32 %r5, [%r4+1024]; add.u32 %r5, %r5, 1;
+    st.shared.b32 [%r4+1024], %r5; fence.proxy.async.shared::cta; bar.sync 0; @%p1 bra DONE;
+    add.s32 %r6, %r1, 1024; cp.async.bulk.global.shared::cta.bulk_group [%rd2], [%r6], 1024;
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+    DONE: ret;
+"""
+
+
+def copy(body: str, options: Options) -> tuple:
+    source, target = np.arange(256, dtype=np.uint32), np.zeros(256, np.uint32)
+    grid = run(body, source, target, block=(256, 1, 1), shared_bytes=4096, options=options)
+    return (target == source + 1).all(), [finding.kind for finding in grid.findings]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_a_copy_there_and_back_is_right_and_silent(order):
+    assert copy(COPY, checked(order)) == (True, [])
+
+
+@pytest.mark.parametrize(
+    "removed, kind",
+    [("WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r1], 0; @!%p2 bra WAIT;", "race"),
+     ("fence.proxy.async.shared::cta;", "missing proxy fence"),
+     ("fence.proxy.async.shared::cta; bar.sync 0;", "race"),
+     ("cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;", "in flight at exit")],
+    ids=["wait", "fence", "barrier", "wait_group"],
+)  # fmt: skip
+def test_what_is_missing_in_a_copy_is_found(removed, kind):
+    assert removed in COPY
+    found = [copy(COPY.replace(removed, ""), checked((20_000, seed)))[1] for seed in range(4)]
+    assert any(kind in kinds for kinds in found)
+
+
+@pytest.mark.parametrize("expected, message", [(2048, "1024 bytes missing"), (512, "-512 bytes missing")])
+def test_wrong_byte_counts_are_deadlocks_that_name_the_barrier(expected, message):
+    with pytest.raises(Deadlock, match=message):
+        copy(COPY.replace("[%r1], 1024;\n", f"[%r1], {expected};\n", 1), checked())
+
+
+@pytest.mark.parametrize(
+    "body, error, message",
+    [("bar.sync 0, 64; ret;", Deadlock, r"barrier 0 \(32 of 64 threads arrived\)"),
+     ("mbarrier.arrive.shared.b64 %rd1, [%r1]; ret;", MachineFault, "no mbarrier was initialised"),
+     ("mov.u32 %r1, dynamic; mbarrier.init.shared.b64 [%r1], 1; mbarrier.arrive.shared.b64 %rd1, [%r1], 2; ret;",
+      BarrierMisuse, "more arrivals"),
+     ("mov.u32 %r1, dynamic; ld.shared.b32 %r2, [%r1+1000000]; ret;", MachineFault, "outside the CTA's window"),
+     ("mov.u32 %r1, dynamic; ld.shared.b32 %r2, [%r1+2]; ret;", MachineFault, "misaligned"),
+     ("mov.u64 %rd1, 0; ld.global.b32 %r2, [%rd1]; ret;", MachineFault, "null address"),
+     ("mov.u64 %rd1, 0x123456789000; st.global.b32 [%rd1], 1; ret;", MachineFault, "outside every known tensor"),
+     ("add.u32 %r2, %r1, 1; setp.eq.u32 %p1, %r2, 0; @%p1 bra L; L: ret;", MachineFault, r"never written \(%p1\)"),
+     ("trap;", RuntimeError, "trap"), ("frobnicate.b32 %r1, %r2; ret;", Unsupported, "frobnicate"),
+     ("tcgen05.mma.ws.kind::f16 [%r1], %rd1, %rd2, %r2, %p1;", Unsupported, "ws")],
+    ids=lambda value: value.split()[0] if isinstance(value, str) else None,
+)  # fmt: skip
+def test_faults_name_the_place(body, error, message):
+    with pytest.raises(error, match=message) as caught:
+        run(body, shared_bytes=1024, options=Options(check_registers="never" in message))
+    notes = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert "PTX line" in notes
+
+
+def test_an_unwritten_register_that_nothing_depends_on_is_no_fault():
+    out = np.zeros(32, np.uint32)
+    run(
+        f"""{POINTER} add.u32 %r2, %r9, 1; setp.lt.u32 %p1, %r1, 99; selp.u32 %r3, 5, %r2, %p1;
+        st.global.u32 [%rd1], %r3; ret;""",
+        out, options=checked(),
+    )  # fmt: skip
+    assert (out == 5).all()
+
+
+@pytest.mark.parametrize("order", ORDERS[:4], ids=str)
+def test_distributed_shared_memory_and_the_cluster_barrier(order):
+    """Each CTA stores into its neighbour's window, both meet, each reads its own."""
+    out = np.zeros((2, 32), np.uint32)
+    grid = run(
+        """ld.param.u64 %rd1, [p0]; mov.u32 %r1, %cluster_ctarank; mov.u32 %r2, %tid.x; mov.u32 %r3, dynamic;
+        shl.b32 %r4, %r2, 2; add.u32 %r5, %r3, %r4; xor.b32 %r6, %r1, 1; mapa.shared::cluster.u32 %r7, %r5, %r6;
+        mad.lo.u32 %r8, %r1, 100, %r2; st.shared::cluster.u32 [%r7], %r8;
+        barrier.cluster.arrive; barrier.cluster.wait;
+        ld.shared.u32 %r9, [%r5]; mad.lo.u32 %r10, %r1, 32, %r2; mul.wide.u32 %rd2, %r10, 4; add.s64 %rd1, %rd1, %rd2;
+        st.global.u32 [%rd1], %r9; ret;""",
+        out, grid=(2, 1, 1), cluster=(2, 1, 1), shared_bytes=1024, options=checked(order),
+    )  # fmt: skip
+    assert out.tolist() == [[100 + lane for lane in range(32)], list(range(32))] and not list(grid.findings)
+
+
+def test_atomics_on_global_and_shared_memory():
+    out, total = np.zeros(1, np.float32), np.zeros(2, np.uint32)
+    run(
+        """ld.param.u64 %rd1, [p0]; ld.param.u64 %rd2, [p1]; mov.u32 %r1, %tid.x; cvt.rn.f32.u32 %f1, %r1;
+        red.global.add.f32 [%rd1], %f1; atom.global.add.u32 %r2, [%rd2], 1; atom.global.max.u32 %r3, [%rd2+4], %r1;
+        ret;""",
+        out, total, block=(64, 1, 1), options=checked(),
+    )  # fmt: skip
+    assert out[0] == 2016 and total.tolist() == [64, 63]
+
+
+def test_clusters_that_wait_for_each_other_need_to_run_together():
+    """A lock that the second block opens: one after the other it deadlocks, together it runs."""
+    body = """ld.param.u64 %rd1, [p0]; mov.u32 %r1, %ctaid.x; setp.eq.u32 %p1, %r1, 1; @%p1 bra OPEN;
+        SPIN: atom.global.add.u32 %r2, [%rd1], 0; setp.eq.u32 %p2, %r2, 0; @%p2 bra SPIN; ret;
+        OPEN: red.global.add.u32 [%rd1], 1; ret;"""
+    run(body, np.zeros(1, np.uint32), grid=(2, 1, 1), options=Options(delay=100, concurrent=True))
