@@ -197,8 +197,8 @@ class Member:
         early = [*a[self._results[a] > 0], *(np.intersect1d(d, np.concatenate(others)) if others else [])]
         if early and self._hides:
             self.report_use(int(early[0]))
-        accumulates = bool(multiply.scale_d(warp, 0))
-        if warp.state.written and (warp.written[d if accumulates else a] != ALL_LANES).any():
+        read = np.concatenate([d, a]) if multiply.scale_d(warp, 0) else a
+        if warp.state.written and (warp.written[read] != ALL_LANES).any():
             raise MachineFault("wgmma reads registers that were never written")
         used = np.concatenate([d[self._results[d] == 0], a])
         if self._fenced is None or (self._fenced[used] != warp.registers[used]).any():

@@ -1,5 +1,6 @@
 """Runs a kernel written as PTX text on numpy arrays, without any framework."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,20 +20,27 @@ class Launch:
     shared_bytes: int = 0
 
 
-def kernel_text(body: str, num_parameters: int) -> str:
-    """An entry `kernel` with 64-bit parameters p0, p1, … and plenty of registers."""
-    parameters = ",\n".join(f".param .u64 p{index}" for index in range(num_parameters))
+def kernel_text(body: str, arguments: Sequence[np.ndarray | int | bytes], target: str = "sm_100a") -> str:
+    """An entry `kernel` with parameters p0, p1, … (64 bits, or 128 bytes for bytes) and plenty of registers."""
+    kinds = [f".align 64 .b8 p{i}[{len(a)}]" if isinstance(a, bytes) else f".u64 p{i}" for i, a in enumerate(arguments)]
+    parameters = ",\n".join(f".param {kind}" for kind in kinds)
     registers = ".reg .pred %p<64>; .reg .b16 %rs<64>; .reg .b32 %r<256>; .reg .f32 %f<64>; .reg .b64 %rd<64>;"
-    head = ".version 9.0\n.target sm_100a\n.extern .shared .align 1024 .b8 dynamic[];\n"
+    version = "9.0" if target == "sm_100a" else "8.0"
+    head = f".version {version}\n.target {target}\n.address_size 64\n.extern .shared .align 1024 .b8 dynamic[];\n"
     return f"{head}.visible .entry kernel(\n{parameters}\n)\n{{\n{registers}\n{body}\n}}\n"
 
 
-def run(body: str, *arguments: np.ndarray | int, options: Options | None = None, **launch) -> Grid:
-    """Run a kernel body; arrays are passed as pointers, integers as they are."""
-    text = kernel_text(body, len(arguments))
-    values = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments]
-    params = {f"p{index}": int(value).to_bytes(8, "little", signed=value < 0) for index, value in enumerate(values)}
-    program = Program(parse_kernel(text, "kernel"), decode_system)
+def run(body: str, *arguments: np.ndarray | int | bytes, options: Options | None = None, **launch) -> Grid:
+    """Run a kernel body; arrays are passed as pointers, integers and bytes as they are."""
+
+    def value(argument: np.ndarray | int | bytes) -> bytes:
+        if isinstance(argument, bytes):
+            return argument
+        number = argument.ctypes.data if isinstance(argument, np.ndarray) else argument
+        return int(number).to_bytes(8, "little", signed=number < 0)
+
+    params = {f"p{index}": value(argument) for index, argument in enumerate(arguments)}
+    program = Program(parse_kernel(kernel_text(body, arguments), "kernel"), decode_system)
     grid = Grid(program, Launch(params, **launch), options or Options(), num_sms=1)
     grid.run()
     return grid

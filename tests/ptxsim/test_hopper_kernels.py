@@ -8,9 +8,12 @@ import torch
 
 import ptxsim
 
-pytest.importorskip("cutlass")
+cutlass = pytest.importorskip("cutlass")
 attention = pytest.importorskip("flash_attn.cute.interface")
 gemm_module = pytest.importorskip("quack.gemm")
+
+import cutlass.cute as cute  # noqa: E402
+from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
 pytestmark = pytest.mark.ptxsim
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="would run a kernel on host memory")
@@ -81,6 +84,33 @@ def test_gemm(
         gemm_module.gemm(a, b, d, None, None, *tile, *cluster)
     expected = (a[0].double() @ b[0].double().T).bfloat16()  # the sums are exact in fp32
     np.testing.assert_array_equal(d[0].float().numpy(), expected.float().numpy())
+    assert not simulation.findings
+
+
+@cute.kernel
+def _permute(output: cute.Tensor) -> None:
+    thread, _, _ = cute.arch.thread_idx()
+    values = cute.make_rmem_tensor(8, cutlass.Int32)
+    for i in cutlass.range_constexpr(8):
+        values[i] = thread * 8 + i
+    values[thread * 3 % 8] = -thread
+    output[thread] = values[thread % 8]
+
+
+@cute.jit
+def _launch_permute(output: cute.Tensor) -> None:
+    _permute(output).launch(grid=(1, 1, 1), block=(64, 1, 1))
+
+
+@without_gpu
+def test_index_of_registers_in_a_register() -> None:
+    """The compiler puts such an array into local memory."""
+    output, texts = torch.zeros(64, dtype=torch.int32), []
+    with ptxsim.simulate(arch="sm_90a", patch=lambda ptx, name: texts.append(ptx) or ptx) as simulation:
+        _launch_permute(from_dlpack(output))
+    thread = torch.arange(64, dtype=torch.int32)
+    assert "st.local" in texts[0]
+    assert torch.equal(output, torch.where(thread % 8 == thread * 3 % 8, -thread, thread * 8 + thread % 8))
     assert not simulation.findings
 
 
