@@ -55,8 +55,6 @@ def values(kind: str, seed: int) -> np.ndarray:
     """Bit patterns of a type: every kind of special value, the rest random. → uint64 [COUNT]"""
     generator = np.random.default_rng(seed)
     raw = np.frombuffer(generator.bytes(8 * COUNT), np.uint64).copy()
-        0, 2, COUNT, dtype=np.uint64
-    )
     if kind in ("f32", "f64"):
         numbers = generator.standard_normal(COUNT) * 2.0 ** generator.integers(-30, 31, COUNT)
         numbers[:12] = [0, -0.0, 1, -1, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 3e38, 0.5, 2147483648.0]
@@ -91,9 +89,8 @@ def body_of(opcode: str, kinds: list[str], result: str) -> str:
     if result == "pred":
         lines.append("selp.b32 %r50, 1, 0, %p9;")
     size = 32 if result == "pred" else bits_of(result)
-    lines.append(
-        f"ld.param.u64 %rd1, [p{len(kinds)}]; add.s64 %rd1, %rd1, %rd9; st.global.b{size} [%rd1], {REGISTER[size]}50; ret;"
-    )
+    lines.append(f"ld.param.u64 %rd1, [p{len(kinds)}]; add.s64 %rd1, %rd1, %rd9;")
+    lines.append(f"st.global.b{size} [%rd1], {REGISTER[size]}50; ret;")
     return "\n".join(lines)
 
 
