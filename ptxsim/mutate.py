@@ -1,7 +1,7 @@
 """The mutation study: take every wait, fence and barrier out of a kernel in turn, and see whether a test notices.
 
 A case that stays right and silent without a wait does not exercise it: the shape may be too small to wrap a pipeline,
-or the wait may be covered by another one. The study tells the author of a kernel which synchronisation a test depends
+or the wait may be covered by another one. Whether it is executed at all is found by a trap in its place. The study tells the author of a kernel which synchronisation a test depends
 on, and the author of a checker what it misses.
 
     python -m ptxsim mutate path/to/case.py:function --seeds 0,1
@@ -57,7 +57,9 @@ KINDS = {
     "wgmma.wait_group": r"wgmma\.wait_group",
     "tcgen05.commit": r"tcgen05\.commit",
 }
+_GUARD = r"@!?%?[\w$]+\s+"
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+TRAPPED = "the kernel executed trap"  # what the simulator says
 TEXT_WIDTH, DETAIL_WIDTH = 44, 150  # of a table's columns, in characters
 MOST_TIME, LEAST_SECONDS = 20, 20.0  # a mutant may take so many times the unmodified kernel's time, at least so long
 
@@ -89,10 +91,18 @@ class Mutant:
         Raises:
             ValueError: it is not the PTX that the mutant was made for.
         """
+        return self._replaced(ptx, self.replacement)
+
+    def trapped(self, ptx: str) -> str:
+        """The PTX with a trap in its place, which tells whether it is executed at all."""
+        guard = re.match(_GUARD, self.text)
+        return self._replaced(ptx, (guard[0] if guard else "") + "trap" + "\n" * self.text.count("\n"))
+
+    def _replaced(self, ptx: str, replacement: str) -> str:
         end = self.begin + len(self.text)
         if ptx[self.begin : end] != self.text:
             raise ValueError(f"PTX line {self.line} holds no {self.text!r}")
-        return ptx[: self.begin] + self.replacement + ptx[end:]
+        return ptx[: self.begin] + replacement + ptx[end:]
 
 
 def mutants(ptx: str, kernel: str | None = None) -> list[Mutant]:
@@ -101,7 +111,7 @@ def mutants(ptx: str, kernel: str | None = None) -> list[Mutant]:
     visible = _COMMENT.sub(lambda comment: re.sub(r"[^\n]", " ", comment[0]), ptx)
     found = []
     for kind, opcode in KINDS.items():
-        statement = re.compile(rf"(?P<guard>@!?%?[\w$]+\s+)?(?<![\w.%$]){opcode}(?![\w])[^\s;]*(?P<operands>[^;]*)")
+        statement = re.compile(rf"(?P<guard>{_GUARD})?(?<![\w.%$]){opcode}(?![\w])[^\s;]*(?P<operands>[^;]*)")
         for match in statement.finditer(visible, first, end):
             text = ptx[match.start() : match.end()]
             replacement = _replacement(kind, match["guard"] or "", match["operands"]) + "\n" * text.count("\n")
@@ -220,6 +230,7 @@ class Verdict:
     signs: dict[str, str]
     seed: int  # the first that noticed, or the last that was tried
     seconds: float
+    is_executed: bool = True  # by the unmodified kernel, as far as it was asked: noticed mutants are
 
     @property
     def is_noticed(self) -> bool:
@@ -229,7 +240,7 @@ class Verdict:
         mutant = dataclasses.asdict(self.mutant)
         del mutant["begin"]
         return {"kernel": self.kernel, **mutant, "noticed": self.is_noticed, "how": list(self.signs)} | {
-            "detail": self.signs, "seed": self.seed, "seconds": round(self.seconds, 3),
+            "executed": self.is_executed, "detail": self.signs, "seed": self.seed, "seconds": round(self.seconds, 3),
         }  # fmt: skip
 
 
@@ -266,7 +277,7 @@ class Study:
 def row(verdict: Verdict) -> str:
     """A verdict as a line of the table."""
     mutant = verdict.mutant
-    how = ", ".join(verdict.signs) or "NOT NOTICED"
+    how = ", ".join(verdict.signs) or ("NOT NOTICED" if verdict.is_executed else "never executed")
     text = " ".join(mutant.text.split())
     said = " | ".join(_summary(sign, message) for sign, message in verdict.signs.items())
     detail = f": {said}" if said else ""
@@ -326,14 +337,18 @@ def _judge(
     name, ptx, mutant = target
     changed, begin, outcome, seed = mutant.apply(ptx), time.perf_counter(), Outcome(), 0
 
-    def change(launched_ptx: str, launched_name: str) -> str:
+    def change(launched_ptx: str, launched_name: str) -> str:  # to what `changed` is by then
         return changed if (launched_name, launched_ptx) == (name, ptx) else launched_ptx
 
     for seed in seeds:
         outcome = observe(case, seed, change, suppressions=suppressions, limit=limit)
         if outcome.signs:
             break
-    return Verdict(name, mutant, outcome.signs, seed, time.perf_counter() - begin)
+    is_executed = bool(outcome.signs)
+    if not is_executed:
+        changed = mutant.trapped(ptx)
+        is_executed = TRAPPED in observe(case, seed, change, limit=limit).signs.get("fault", "")
+    return Verdict(name, mutant, outcome.signs, seed, time.perf_counter() - begin, is_executed)
 
 
 # ------------------------------------------------------------------------------------------- command line

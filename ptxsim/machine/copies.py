@@ -57,7 +57,7 @@ def _wait_group(allowed: int) -> Handler:
         waits = []
         for lane in lanes_in(lanes):
             groups = warp.copy_groups.get(lane, [])
-            kept = groups[len(groups) - allowed :] if allowed else []
+            kept = groups[max(len(groups) - allowed, 0) :] if allowed else []
             for wait in (wait for group in groups[: len(groups) - len(kept)] for wait in group):
                 if wait.is_done:
                     warp.cta.cluster.monitor.acquire(warp, wait.clock)

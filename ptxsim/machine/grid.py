@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -116,8 +117,8 @@ class Grid:
 def mapped_memory() -> list[tuple[int, int]]:
     """(first, end) of what this process has mapped for reading, so that a wild address is a fault and no crash."""
     with open("/proc/self/maps") as maps:
-        spans = [line.split(maxsplit=2) for line in maps]
-    return [tuple(int(end, 16) for end in span.split("-")) for span, access, _ in spans if access.startswith("r")]
+        spans = re.findall(r"^(\w+)-(\w+) r", maps.read(), re.M)
+    return [(int(first, 16), int(end, 16)) for first, end in spans]
 
 
 class Scheduler:

@@ -78,10 +78,13 @@ def _arrive(instruction: Instruction, operands: Operands) -> Handler:
     expects_bytes = "expect_tx" in instruction.words
 
     def handler(warp: Warp, lanes: int) -> None:
-        cluster = warp.cta.cluster
+        cluster, members = warp.cta.cluster, lanes_in(lanes)
         clock = cluster.monitor.release(warp)
         cluster.activity += 1
-        for lane in lanes_in(lanes):
+        if number is None and len(members) > 1 and address.is_uniform(warp, members):
+            cluster.mbarrier(address(warp, members[0])).arrive(len(members), clock)
+            return
+        for lane in members:
             barrier = cluster.mbarrier(address(warp, lane))
             if expects_bytes:
                 barrier.expect_bytes(number(warp, lane))

@@ -34,7 +34,7 @@ class Warp:
         self.program = cta.cluster.grid.program
         self.state = binding.WarpState(live=(1 << num_lanes) - 1)
         self.pointer = ctypes.addressof(self.state)
-        self.registers = np.full((self.program.num_registers, LANES), UNWRITTEN, np.uint64)
+        self.registers = np.zeros((self.program.num_registers, LANES), np.uint64)
         self.waits: list[tuple[int, Wait]] = []
         self.open_copies: dict[int, list[Wait]] = {}  # lane → bulk copies since its last commit_group
         self.copy_groups: dict[int, list[list[Wait]]] = {}

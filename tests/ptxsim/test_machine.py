@@ -188,3 +188,21 @@ def test_clusters_that_wait_for_each_other_need_to_run_together():
         SPIN: atom.global.add.u32 %r2, [%rd1], 0; setp.eq.u32 %p2, %r2, 0; @%p2 bra SPIN; ret;
         OPEN: red.global.add.u32 [%rd1], 1; ret;"""
     run(body, np.zeros(1, np.uint32), grid=(2, 1, 1), options=Options(delay=100, concurrent=True))
+
+
+def test_a_wait_that_allows_a_group_waits_for_none_when_one_is_open():
+    """wait_group 1 with a single group under way: the store may still read the buffer that is then overwritten."""
+    body = """ld.param.u64 %rd1, [p0]; mov.u32 %r1, dynamic; mov.u32 %r2, %tid.x; shl.b32 %r3, %r2, 2; add.u32 %r4, %r1, %r3;
+        st.shared.b32 [%r4], %r2; fence.proxy.async.shared::cta; bar.sync 0; setp.ne.u32 %p1, %r2, 0; @%p1 bra JOIN;
+        cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1], 128; cp.async.bulk.commit_group;
+        cp.async.bulk.wait_group ALLOWED;
+        JOIN: bar.sync 0; st.shared.b32 [%r4], 7; @%p1 bra DONE; cp.async.bulk.wait_group 0; DONE: ret;"""
+    kinds = {}
+    for allowed in "01":
+        out = np.zeros(32, np.uint32)
+        grids = [
+            run(body.replace("ALLOWED", allowed), out, shared_bytes=1024, options=checked((20_000, s)))
+            for s in range(3)
+        ]
+        kinds[allowed] = {finding.kind for grid in grids for finding in grid.findings}
+    assert kinds == {"0": set(), "1": {"race"}}

@@ -129,8 +129,16 @@ def test_study() -> None:
     assert [record["noticed"] for record in records] == [True, True, False]
     assert records[2] | {"seconds": 0, "line": 0} == {
         "kernel": "kernel", "kind": "bar.sync", "line": 0, "text": "bar.sync 0", "replacement": "", "noticed": False,
-        "how": [], "detail": {}, "seed": SEEDS[-1], "seconds": 0,
+        "how": [], "executed": True, "detail": {}, "seed": SEEDS[-1], "seconds": 0,
     }  # fmt: skip
+
+
+def test_mutant_that_is_never_executed() -> None:
+    body = BODY.replace("JOIN: bar.sync 0;", "JOIN: bar.sync 0; setp.gt.s32 %p3, %r2, 99; @%p3 bar.sync 1;")
+    *_, verdict, last = mutate.study(lambda options: copy(options, body), seeds=SEEDS).verdicts
+    assert (verdict.mutant.text, verdict.is_noticed, verdict.is_executed) == ("@%p3 bar.sync 1", False, False)
+    assert "never executed" in mutate.row(verdict)
+    assert (last.is_noticed, last.is_executed) == (False, True)
 
 
 def test_study_is_refused() -> None:
