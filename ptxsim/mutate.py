@@ -1,8 +1,8 @@
 """The mutation study: take every wait, fence and barrier out of a kernel in turn, and see whether a test notices.
 
 A case that stays right and silent without a wait does not exercise it: the shape may be too small to wrap a pipeline,
-or the wait may be covered by another one. Whether it is executed at all is found by a trap in its place. The study tells the author of a kernel which synchronisation a test depends
-on, and the author of a checker what it misses.
+or the wait may be covered by another one. Whether it is executed at all is found by a trap in its place. The study
+tells the author of a kernel which synchronisation a test depends on, and the author of a checker what it misses.
 
     python -m ptxsim mutate path/to/case.py:function --seeds 0,1
 

@@ -8,6 +8,7 @@ from typing import NoReturn
 from ptxsim.machine import atomics, cluster_control, copies, matrix_moves, synchronisation
 from ptxsim.machine.operands import Operands
 from ptxsim.machine.tensor_core import decode_tensor_core
+from ptxsim.machine.tensor_map_updates import decode_tensor_map_update
 from ptxsim.machine.warp import Warp
 from ptxsim.machine.warp_product import decode_warp_product
 from ptxsim.machine.warpgroup import decode_warpgroup
@@ -48,6 +49,7 @@ _DECODERS: dict[str, Callable[[Instruction, Operands], Handler]] = {
     "atom": atomics.decode_atomic,
     "red": atomics.decode_atomic,
     "tcgen05": decode_tensor_core,
+    "tensormap": decode_tensor_map_update,
     "wgmma": decode_warpgroup,
     "ldmatrix": matrix_moves.decode_load,
     "stmatrix": matrix_moves.decode_store,

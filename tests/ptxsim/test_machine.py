@@ -8,6 +8,7 @@ from ptxsim import Deadlock, Options
 from ptxsim.checks.monitor import Monitor
 from ptxsim.machine.barriers import BarrierMisuse
 from ptxsim.machine.cluster import MachineFault
+from ptxsim.machine.tensor_map import TensorMap
 from ptxsim.ptx.program import Unsupported
 
 pytestmark = [pytest.mark.ptxsim]
@@ -192,8 +193,9 @@ def test_clusters_that_wait_for_each_other_need_to_run_together():
 
 def test_a_wait_that_allows_a_group_waits_for_none_when_one_is_open():
     """wait_group 1 with a single group under way: the store may still read the buffer that is then overwritten."""
-    body = """ld.param.u64 %rd1, [p0]; mov.u32 %r1, dynamic; mov.u32 %r2, %tid.x; shl.b32 %r3, %r2, 2; add.u32 %r4, %r1, %r3;
-        st.shared.b32 [%r4], %r2; fence.proxy.async.shared::cta; bar.sync 0; setp.ne.u32 %p1, %r2, 0; @%p1 bra JOIN;
+    body = """ld.param.u64 %rd1, [p0]; mov.u32 %r1, dynamic; mov.u32 %r2, %tid.x; shl.b32 %r3, %r2, 2;
+        add.u32 %r4, %r1, %r3; st.shared.b32 [%r4], %r2; fence.proxy.async.shared::cta; bar.sync 0;
+        setp.ne.u32 %p1, %r2, 0; @%p1 bra JOIN;
         cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1], 128; cp.async.bulk.commit_group;
         cp.async.bulk.wait_group ALLOWED;
         JOIN: bar.sync 0; st.shared.b32 [%r4], 7; @%p1 bra DONE; cp.async.bulk.wait_group 0; DONE: ret;"""
@@ -206,3 +208,43 @@ def test_a_wait_that_allows_a_group_waits_for_none_when_one_is_open():
         ]
         kinds[allowed] = {finding.kind for grid in grids for finding in grid.findings}
     assert kinds == {"0": set(), "1": {"race"}}
+
+
+@pytest.mark.parametrize("space", ["global", "shared"])
+def test_a_tensor_map_that_the_kernel_changes(space):
+    """The kernel points a map at another tensor, of other size, before it copies."""
+    sources = [np.arange(64, dtype=np.uint32).reshape(8, 8) + 100 * i for i in (1, 2)]
+    tensor_map = TensorMap(sources[0].ctypes.data, "u32", (8, 8), (4, 32), (8, 8), (1, 1), 0)
+    memory = np.frombuffer(tensor_map.encode() + bytes(128), np.uint8).copy()
+    memory = memory[-memory.ctypes.data % 64 :][:128]
+    memory[...] = np.frombuffer(tensor_map.encode(), np.uint8)
+    out = np.zeros(64, np.uint32)
+    update = """tensormap.replace.tile.global_address.SPACE.b1024.b64 [AT], %rd2;
+        tensormap.replace.tile.global_dim.SPACE.b1024.b32 [AT], 1, 3;"""
+    if space == "global":
+        update = update.replace("SPACE", "global").replace("AT", "%rd1")
+    else:
+        copy_in = "".join(
+            f"ld.global.b64 %rd20, [%rd1+{8 * i}]; st.shared.b64 [%r1+{512 + 8 * i}], %rd20;\n" for i in range(16)
+        )
+        publish = (
+            "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%rd1], [%r9], 128;"
+        )
+        update = (
+            copy_in + "add.u32 %r9, %r1, 512; " + update.replace("SPACE", "shared::cta").replace("AT", "%r9") + publish
+        )
+    run(
+        f"""ld.param.u64 %rd1, [p0]; ld.param.u64 %rd2, [p1]; ld.param.u64 %rd3, [p2]; mov.u32 %r1, dynamic;
+        mov.u32 %r2, %tid.x; {update} fence.proxy.tensormap::generic.acquire.gpu [%rd1], 128;
+        setp.ne.u32 %p1, %r2, 0; @%p1 bra READY; mbarrier.init.shared.b64 [%r1+256], 1;
+        mbarrier.arrive.expect_tx.shared.b64 %rd9, [%r1+256], 256;
+        cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
+            [%r1], [%rd1, {{0, 0}}], [%r1+256];
+        READY: bar.sync 0; WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r1+256], 0; @!%p2 bra WAIT;
+        shl.b32 %r3, %r2, 3; add.u32 %r4, %r1, %r3; ld.shared.v2.b32 {{%r5, %r6}}, [%r4]; cvt.u64.u32 %rd5, %r3;
+        add.s64 %rd6, %rd3, %rd5; st.global.v2.b32 [%rd6], {{%r5, %r6}}; ret;""",
+        memory, sources[1], out, shared_bytes=1024, options=checked(),
+    )  # fmt: skip
+    expected = sources[1].copy()
+    expected[3:] = 0
+    assert out.tolist() == expected.ravel().tolist()

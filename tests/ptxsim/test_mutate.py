@@ -45,7 +45,7 @@ AGAIN: // mbarrier.try_wait.parity in a comment is none
 def copy(options: dict, body: str = BODY) -> str | None:
     """The case; as `simulate` does it, but for a kernel that is PTX text from the start."""
     source, target = np.arange(64, dtype=np.uint32), np.zeros(64, np.uint32)
-    text = options["patch"](ptx_kernels.kernel_text(body, 2), "kernel")
+    text = options["patch"](ptx_kernels.kernel_text(body, [0, 0]), "kernel")
     params = {f"p{index}": each.ctypes.data.to_bytes(8, "little") for index, each in enumerate((source, target))}
     launch = ptx_kernels.Launch(params, block=(64, 1, 1), shared_bytes=1024)
     checks = Options(delay=3000, seed=options["seed"], poison=True, monitor=options["monitor"])
@@ -54,7 +54,7 @@ def copy(options: dict, body: str = BODY) -> str | None:
 
 
 def test_mutants() -> None:
-    text = ptx_kernels.kernel_text(BODY, 2)
+    text = ptx_kernels.kernel_text(BODY, [0, 0])
     found = mutate.mutants(text, "kernel")
     assert [(each.kind, each.text) for each in found] == [
         ("mbarrier wait", "mbarrier.try_wait.parity.shared.b64 %p2, [%r1], 0"),

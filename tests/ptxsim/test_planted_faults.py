@@ -222,7 +222,7 @@ def line_of(body: str, code: str, num_arguments: int = 2) -> int:
     """The line of the kernel's PTX that holds `code`."""
     return next(
         number
-        for number, line in enumerate(ptx_kernels.kernel_text(body, num_arguments).splitlines(), 1)
+        for number, line in enumerate(ptx_kernels.kernel_text(body, [0] * num_arguments).splitlines(), 1)
         if code in line
     )
 

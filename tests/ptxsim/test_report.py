@@ -49,7 +49,7 @@ SPIN:
     tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r3, 256;
     ret;
 """
-TEXT = ptx_kernels.kernel_text(BODY, 1)
+TEXT = ptx_kernels.kernel_text(BODY, [0])
 
 
 def line_of(code: str) -> int:
@@ -75,7 +75,9 @@ def test_loops() -> None:
     ],
 )
 def test_shapes_of_loops(body: str, sizes: list[int]) -> None:
-    assert [len(loop.body) for loop in natural_loops(parse_kernel(ptx_kernels.kernel_text(body, 1), "kernel"))] == sizes
+    assert [
+        len(loop.body) for loop in natural_loops(parse_kernel(ptx_kernels.kernel_text(body, [0]), "kernel"))
+    ] == sizes
 
 
 def test_report() -> None:
