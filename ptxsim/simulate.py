@@ -15,6 +15,8 @@ from ptxsim.machine.decode import decode_system
 from ptxsim.machine.grid import Grid, Options
 from ptxsim.ptx.parse import parse_kernel
 from ptxsim.ptx.program import Program
+from ptxsim.timeline.capture import Capture
+from ptxsim.timeline.trace import Trace
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 CHECKED = Options(delay=3000, poison=True, check_registers=True, monitor=Monitor)
@@ -35,18 +37,21 @@ class simulate:
         check_bounds: loads and stores to global memory must hit a tensor that was passed in.
         suppressions: findings that are none.
         patch: (PTX, kernel name) → PTX, to plant faults.
+        timeline: keep a trace of the longest cluster of each launch in `traces`, for `ptxsim.timeline`; runs unchecked.
         options: fields of `Options` by name, over what `checks` chooses.
     """
 
     def __init__(
         self, arch: str = "sm_100a", num_sms: int = 2, *, seed: int = 0, checks: bool = True,
         check_bounds: bool = False,
-        suppressions: Sequence[Suppression] = (), patch: Callable[[str, str], str] | None = None, **options: object,
+        suppressions: Sequence[Suppression] = (), patch: Callable[[str, str], str] | None = None,
+        timeline: bool = False, **options: object,
     ):  # fmt: skip
         if arch not in ARCHITECTURES:
             raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
-        chosen = CHECKED if checks else Options()
+        chosen = CHECKED if checks and not timeline else Options()
         self.options = replace(chosen, seed=seed, **options)  # type: ignore[arg-type]
+        self.timeline, self.traces = timeline, list[Trace]()
         self.num_sms, self.check_bounds, self.patch = num_sms, check_bounds, patch
         self.suppressions = list(suppressions)
         self.launches: list[Grid] = []
@@ -67,9 +72,14 @@ class simulate:
         options = self.options
         if self.check_bounds:
             options = replace(options, global_ranges=tuple(self._session.tensor_ranges()))
+        capture = Capture()
+        if self.timeline:
+            options = replace(options, delay=None, monitor=capture)
         grid = Grid(load_program(ptx, launch.kernel), launch, options, self.num_sms)
         try:
             grid.run()
+            if self.timeline:
+                self.traces.append(capture.take(launch, ptx))
         finally:
             self.launches.append(grid)
             self.findings += [each for each in grid.findings if not any(s.covers(each) for s in self.suppressions)]

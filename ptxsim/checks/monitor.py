@@ -7,55 +7,66 @@ program's smallest store there, so that warps that write different bytes of one 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import ctypes
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ptxsim.checks.clocks import Clock
+from ptxsim.checks import shadow as shadows
+from ptxsim.checks.clocks import ORDERED, Clock
 from ptxsim.checks.findings import Finding, Site
-from ptxsim.checks.shadow import FOREVER, NOBODY, OPERATION, Access, Shadow
+from ptxsim.checks.shadow import FOREVER, OPERATION, Access, Problem, Problems, Shadow
 from ptxsim.core import binding
-from ptxsim.machine.addresses import offset_of, rank_of
 
 if TYPE_CHECKING:
     from ptxsim.machine.cluster import Cluster
     from ptxsim.machine.warp import Warp
 
-LOG_SIZE = 1 << 20
-QUARTERS, COLUMNS = 4, 512
+LOG_SIZE = 1 << 16
+BAND, BANDS, COLUMNS = 16, 8, 512  # of tensor memory: a granule is a column of 16 lanes
 CHUNK = 16  # bytes of an operand's chunk
+KINDS = {  # of a problem: the finding's kind and message; the memory's name follows
+    (shadows.UNORDERED_WRITE, False): ("race", "a read is not ordered behind a write of"),
+    (shadows.UNORDERED_WRITE, True): ("race", "a write is not ordered behind a write of"),
+    (shadows.UNORDERED_READ, True): ("race", "a write is not ordered behind a read of"),
+    (shadows.NO_PROXY_FENCE, False): (
+        "missing proxy fence", "the async proxy reads, without fence.proxy.async behind the write,",
+    ),
+    (shadows.NEVER_WRITTEN, False): ("uninitialised read", "nothing was written to"),
+}  # fmt: skip
 
 
 class Operation:
     """An asynchronous operation: its clock, and the accesses it makes when it completes."""
 
-    def __init__(self, monitor: Monitor, access: Access):
-        self.monitor, self.access = monitor, access
+    def __init__(self, monitor: Monitor, who: str, access: Access):
+        self.monitor, self.who, self.access = monitor, who, access
 
     @property
     def clock(self) -> Clock:
         return self.access.clock
 
     def shared_read(self, rank: int, offset: int, count: int) -> None:
-        self.monitor.read(self.monitor.shared[rank], self.monitor.span(offset, count), self.access)
+        self.monitor.touch(self.monitor.shared[rank], self.monitor.span(offset, count), self.access, self.who)
 
     def shared_write(self, rank: int, offset: int, count: int) -> None:
-        self.monitor.write(self.monitor.shared[rank], self.monitor.span(offset, count), self.access)
+        where = self.monitor.span(offset, count)
+        self.monitor.touch(self.monitor.shared[rank], where, self.access, self.who, is_write=True)
 
     def shared_read_at(self, rank: int, offsets: np.ndarray) -> None:
-        self.monitor.read(self.monitor.shared[rank], self.monitor.chunks(offsets), self.access)
+        self.monitor.touch_chunks(self.monitor.shared[rank], offsets, self.access, self.who)
 
-    def tmem_read(self, rank: int, quarters: range, columns: range) -> None:
-        for where in tmem_spans(quarters, columns):
-            self.monitor.read(self.monitor.tmem[rank], where, self.access)
+    def tmem_read(self, rank: int, bands: range, columns: range) -> None:
+        for where in tmem_spans(bands, columns):
+            self.monitor.touch(self.monitor.tmem[rank], where, self.access, self.who)
 
-    def tmem_write(self, rank: int, quarters: range, columns: range) -> None:
-        for where in tmem_spans(quarters, columns):
-            self.monitor.write(self.monitor.tmem[rank], where, self.access)
+    def tmem_write(self, rank: int, bands: range, columns: range) -> None:
+        for where in tmem_spans(bands, columns):
+            self.monitor.touch(self.monitor.tmem[rank], where, self.access, self.who, is_write=True)
 
 
-def tmem_spans(quarters: range, columns: range) -> list[slice]:
-    return [slice(q * COLUMNS + columns.start, q * COLUMNS + columns.stop) for q in quarters]
+def tmem_spans(bands: range, columns: range) -> list[slice]:
+    return [slice(band * COLUMNS + columns.start, band * COLUMNS + columns.stop) for band in bands]
 
 
 class Monitor:
@@ -75,37 +86,47 @@ class Monitor:
             *(f"bulk stores of {warp}" for warp in cluster.warps),
             *(f"wgmma of {warp}" for warp in cluster.warps if has_products),
         ]
-        self.epochs = np.zeros(self.num_actors, np.int32)
+        self.epochs = [0] * self.num_actors
         self.num_operations = 0
         self.operation_names: dict[int, str] = {}
+        self.accesses: list[Access] = []  # of each warp
         for warp in cluster.warps:
             warp.clock = Clock.zero(self.num_actors)
+            self.accesses.append(Access(warp.id, warp.clock, is_async=False))
             self._next_epoch(warp)
-        self.granule = smallest_store(cluster.grid.program.table)
-        granules = -(-cluster.shared_size // self.granule)
-        self.shared, self.tmem = [], []
-        for cta in cluster.ctas:
-            shared, tmem = (f"{kind} memory of CTA {cta.index}" for kind in ("shared", "tensor"))
-            self.shared.append(Shadow(shared, granules, self.num_actors, has_proxies=True))
-            self.tmem.append(Shadow(tmem, QUARTERS * COLUMNS, self.num_actors, has_proxies=False))
+        self._make_shadows(cluster)
         self.log = np.zeros(LOG_SIZE, binding.ACCESS)
         cluster.context.log, cluster.context.log_capacity = self.log.ctypes.data, LOG_SIZE
+        self.lines = np.array([each.line for each in cluster.grid.program.kernel.instructions], np.int32)
+        self.library, self.problems = shadows.library(), Problems()
+        self.problems_at = ctypes.addressof(self.problems)
 
-    # --------------------------------------------------------------------------------------------- granules
+    def _make_shadows(self, cluster: Cluster) -> None:
+        self.granule = smallest_store(cluster.grid.program.table)
+        self.shared, self.tmem = [], []
+        for cta in cluster.ctas:
+            sizes = {"shared": -(-cluster.shared_size // self.granule), "tensor": BANDS * COLUMNS}
+            made = [
+                Shadow(
+                    f"{kind} memory of CTA {cta.index}", size, self.num_actors, num_warps=self.num_warps,
+                    granule_bytes=self.granule, has_proxies=kind == "shared",
+                )
+                for kind, size in sizes.items()
+            ]  # fmt: skip
+            self.shared.append(made[0])
+            self.tmem.append(made[1])
+        self.shared_pointers = (ctypes.c_void_p * len(self.shared))(*(each.pointer for each in self.shared))
 
     def span(self, offset: int, count: int) -> slice:
+        """Granules of shared memory."""
         return slice(offset // self.granule, -(-(offset + count) // self.granule))
-
-    def chunks(self, offsets: np.ndarray) -> np.ndarray:
-        """Granules of 16-byte chunks."""
-        return (offsets[:, None] // self.granule + np.arange(CHUNK // self.granule)).ravel()
 
     # ----------------------------------------------------------------------------------------------- clocks
 
     def _next_epoch(self, warp: Warp) -> None:
         """What the warp does from now on is not known to those who hold its clock so far."""
         self.epochs[warp.id] += 1
-        warp.clock.ordered[warp.id] = self.epochs[warp.id]
+        warp.clock.epochs[ORDERED, warp.id] = self.accesses[warp.id].epoch = self.epochs[warp.id]
 
     def release(self, warp: Warp) -> Clock:
         clock = warp.clock.copy()
@@ -124,8 +145,21 @@ class Monitor:
         clock.join(other)
         return clock
 
+    def now(self, warp: Warp) -> tuple[int, int]:
+        """A moment in a warp's life: the warp and its epoch."""
+        return warp.id, self.epochs[warp.id]
+
+    def check_knows(self, warp: Warp, moment: tuple[int, int], what: object) -> None:
+        """Report a warp that uses what another one may not have made yet."""
+        maker, epoch = moment
+        if warp.clock.epochs[ORDERED, maker] < epoch:
+            sites = self._site(str(warp), warp.instruction().line), Site(self.names[maker])
+            kernel = self.cluster.grid.program.kernel.name
+            message = "an mbarrier is used without order behind its initialisation"
+            self.cluster.grid.findings.add(Finding("race", message, *sites, kernel, str(what)))
+
     def proxy_fence(self, warp: Warp) -> None:
-        np.maximum(warp.clock.proxied, warp.clock.ordered, out=warp.clock.proxied)
+        warp.clock.make_visible_to_async_proxy()
         self._next_epoch(warp)
 
     def start(self, warp: Warp, what: str) -> Operation:
@@ -144,133 +178,128 @@ class Monitor:
         """A warp's part of a wgmma."""
         return self._start_ordered(warp, what, self.first_product_actor + warp.id)
 
+    def note_product(self, warp: Warp, kind: str, m: int, n: int, column: int) -> None:
+        """The shape of a tcgen05.mma; only timelines ask."""
+
     def _start_ordered(self, warp: Warp, what: str, actor: int) -> Operation:
         clock = self.release(warp)
         self.epochs[actor] += 1
-        clock.ordered[actor] = self.epochs[actor]
-        return self._operation(warp, what, actor, int(self.epochs[actor]), clock)
+        clock.epochs[ORDERED, actor] = self.epochs[actor]
+        return self._operation(warp, what, actor, self.epochs[actor], clock)
 
     def _operation(self, warp: Warp, what: str, actor: int, epoch: int, clock: Clock) -> Operation:
-        return Operation(self, Access(actor, epoch, clock, what, warp.instruction().line, is_async=True))
+        line = warp.instruction().line
+        return Operation(self, what, Access(actor, clock, is_async=True, epoch=epoch, line=line))
 
     # --------------------------------------------------------------------------------------------- accesses
 
-    def read(self, shadow: Shadow, where: slice | np.ndarray, access: Access) -> None:
-        unordered = shadow.unordered_writes(where, access)
-        if unordered.any():
-            self._report("race", "a read is not ordered behind a write of", shadow, where, (access, unordered))
-        elif access.is_async and shadow.has_proxies:
-            unfenced = shadow.unfenced_writes(where, access, self.num_warps)
-            if unfenced.any():
-                message = "the async proxy reads, without fence.proxy.async behind the write,"
-                self._report("missing proxy fence", message, shadow, where, (access, unfenced))
-        unwritten = ~shadow.is_written[where]
-        if unwritten.any():
-            self._report("uninitialised read", "nothing was written to", shadow, where, (access, unwritten))
-        shadow.record_read(where, access)
+    def touch(
+        self, shadow: Shadow, where: slice, access: Access, who: str, *, is_write: bool = False,
+        only_record: bool = False,
+    ) -> None:  # fmt: skip
+        """An access to granules; only_record: it was looked at before."""
+        first, count = where.start, where.stop - where.start
+        found = self.library.shadow_span(
+            shadow.pointer, ctypes.addressof(access), first, count, is_write, only_record, self.problems_at
+        )
+        if found:
+            self._report(shadow, who)
 
-    def write(self, shadow: Shadow, where: slice | np.ndarray, access: Access) -> None:
-        unordered = shadow.unordered_writes(where, access)
-        if access.actor >= 0:
-            unordered &= shadow.writer[where] != access.actor  # an actor's own writes are in order
-        if unordered.any():
-            self._report("race", "a write is not ordered behind a write of", shadow, where, (access, unordered))
-        reads = shadow.unordered_reads(where, access)
-        if reads.any():
-            reader = int(np.nonzero(reads.any(1))[0][0])
-            site, other = self._site(access.who, access.line), Site(self.names[reader])
-            message = f"a write is not ordered behind a read of {shadow.name}"
-            self._add("race", message, (site, other), self._location(shadow, where, reads.any(0)))
-        shadow.record_write(where, access)
+    def touch_chunks(
+        self, shadow: Shadow, offsets: np.ndarray, access: Access, who: str, *, is_write: bool = False
+    ) -> None:
+        """16-byte chunks."""
+        found = self.library.shadow_chunks(
+            shadow.pointer, ctypes.addressof(access), offsets.ctypes.data, len(offsets), CHUNK, is_write,
+            self.problems_at,
+        )  # fmt: skip
+        if found:
+            self._report(shadow, who)
+
+    def _of_warp(self, warp: Warp) -> Access:
+        access = self.accesses[warp.id]
+        access.line = warp.instruction().line
+        access.refresh()
+        return access
 
     def shared_read(self, warp: Warp, rank: int, offset: int, count: int) -> None:
-        self.read(self.shared[rank], self.span(offset, count), self._warp_access(warp))
+        self.touch(self.shared[rank], self.span(offset, count), self._of_warp(warp), str(warp))
 
     def shared_write(self, warp: Warp, rank: int, offset: int, count: int) -> None:
-        self.write(self.shared[rank], self.span(offset, count), self._warp_access(warp))
+        self.touch(self.shared[rank], self.span(offset, count), self._of_warp(warp), str(warp), is_write=True)
 
     def shared_read_at(self, warp: Warp, rank: int, offsets: np.ndarray) -> None:
         """16-byte chunks."""
-        self.read(self.shared[rank], self.chunks(offsets), self._warp_access(warp))
+        self.touch_chunks(self.shared[rank], offsets, self._of_warp(warp), str(warp))
 
     def shared_write_at(self, warp: Warp, rank: int, offsets: np.ndarray) -> None:
-        self.write(self.shared[rank], self.chunks(offsets), self._warp_access(warp))
+        self.touch_chunks(self.shared[rank], offsets, self._of_warp(warp), str(warp), is_write=True)
 
     def shared_atomic(self, warp: Warp, rank: int, offset: int, count: int) -> None:
-        """Atomics do not race with each other; they count as writes that those who read must be ordered behind."""
-        shadow, where, access = self.shared[rank], self.span(offset, count), self._warp_access(warp)
-        shadow.is_written[where] = True
-        shadow.write_line[where] = access.line
+        """Atomics do not race with each other."""
+        self.shared[rank].mark_atomic(self.span(offset, count))
 
-    def tmem_access(self, warp: Warp, quarters: range, columns: range, *, is_write: bool, state: str = "done") -> None:
+    def tmem_access(
+        self, warp: Warp, bands: range, columns: range, *, line: int, is_write: bool, state: str = "done"
+    ) -> None:
         """state: "pending" from a tcgen05.ld or .st to its end, when nobody else may touch the columns; "landing"."""
-        shadow, access = self.tmem[warp.cta.rank], self._warp_access(warp)
-        for where in tmem_spans(quarters, columns):
-            if state == "landing":
-                shadow.record_read(where, access)
-            elif is_write:
-                self.write(shadow, where, access)
-                if state == "pending":
-                    shadow.write_epoch[where] = FOREVER
-            else:
-                self.read(shadow, where, access)
-                if state == "pending":
-                    shadow.read_epochs[warp.id, where] = FOREVER
+        shadow, access = self.tmem[warp.cta.rank], self._of_warp(warp)
+        access.line = line
+        epoch, who = access.epoch, str(warp)
+        if state == "pending":
+            access.epoch = FOREVER
+        for where in tmem_spans(bands, columns):
+            self.touch(shadow, where, access, who, is_write=is_write, only_record=state == "landing")
+        access.epoch = epoch
 
-    def _warp_access(self, warp: Warp, line: int | None = None) -> Access:
-        line = warp.instruction().line if line is None else line
-        return Access(warp.id, int(self.epochs[warp.id]), warp.clock, str(warp), line, is_async=False)
+    def tmem_freed(self, warp: Warp, columns: range) -> None:
+        """tcgen05.dealloc: nobody may be at the columns; they hold nothing from now on."""
+        shadow, access = self.tmem[warp.cta.rank], self._of_warp(warp)
+        for where in tmem_spans(range(BANDS), columns):
+            self.touch(shadow, where, access, str(warp), is_write=True)
+            shadow.forget(where)
 
     def drain(self, warp: Warp) -> None:
         """Accesses to shared memory that the SIMT core has logged; the warp's clock did not change meanwhile."""
-        count = self.cluster.context.log_count
-        self.cluster.context.log_count = 0
-        log = self.log[:count]
-        changes = np.nonzero((np.diff(log["instruction"]) != 0) | (np.diff(log["bytes"]) != 0))[0] + 1
-        instructions = self.cluster.grid.program.kernel.instructions
-        for first, end in zip([0, *changes.tolist()], [*changes.tolist(), count], strict=True):
-            entries = log[first:end]
-            is_store, size = bool(entries["bytes"][0] & binding.STORE_BIT), int(entries["bytes"][0]) & 0x7FFFFFFF
-            access = self._warp_access(warp, instructions[int(entries["instruction"][0])].line)
-            ranks = rank_of_all(entries["address"])
-            for rank in np.unique(ranks).tolist():
-                offsets = offset_of(entries["address"][ranks == rank].astype(np.int64))
-                inside = np.arange(0, max(size, self.granule), self.granule)
-                where = np.unique((offsets[:, None] + inside) // self.granule)
-                (self.write if is_store else self.read)(self.shared[rank], where, access)
+        context, access = self.cluster.context, self._of_warp(warp)
+        found = self.library.shadow_log(
+            self.shared_pointers, ctypes.addressof(access), context.log, context.log_count, self.lines.ctypes.data,
+            self.problems_at,
+        )  # fmt: skip
+        context.log_count = 0
+        if found:
+            self._report(None, str(warp))
 
     def finish(self) -> None: ...
 
     # ---------------------------------------------------------------------------------------------- reports
 
-    def _report(self, kind: str, message: str, shadow: Shadow, where: slice | np.ndarray, found: Any) -> None:
-        access, is_bad = found
-        index = int(np.nonzero(is_bad)[0][0])
-        writer, epoch = int(shadow.writer[where][index]), int(shadow.write_epoch[where][index])
-        other = None
-        if writer != NOBODY:
-            name = self.names[writer] if writer >= 0 else self.operation_names.get(epoch, "an operation")
-            other = self._site(name, int(shadow.write_line[where][index]))
-        sites = (self._site(access.who, access.line), other)
-        self._add(kind, f"{message} {shadow.name}", sites, self._location(shadow, where, is_bad))
+    def _report(self, shadow: Shadow | None, who: str) -> None:
+        """Make findings of what the last call has found; shadow None: shared memory of the CTA that a problem names."""
+        for problem in self.problems.problems[: self.problems.count]:
+            self._add(problem, shadow or self.shared[problem.shadow], who)
 
-    def _add(self, kind: str, message: str, sites: tuple[Site, Site | None], location: str) -> None:
-        kernel = self.cluster.grid.program.kernel.name
-        self.cluster.grid.findings.add(Finding(kind, message, sites[0], sites[1], kernel, location))
+    def _add(self, problem: Problem, shadow: Shadow, who: str) -> None:
+        kind, message = KINDS[problem.kind, bool(problem.is_write)]
+        other = None
+        if problem.other_actor >= 0:
+            other = self._site(self.names[problem.other_actor], problem.other_line)
+        elif problem.other_actor == OPERATION:
+            name = self.operation_names.get(problem.other_epoch, "an operation")
+            other = self._site(name, problem.other_line)
+        grid = self.cluster.grid
+        message, site = f"{message} {shadow.name}", self._site(who, problem.line)
+        location = self._location(shadow, problem.granule)
+        grid.findings.add(Finding(kind, message, site, other, grid.program.kernel.name, location))
 
     def _site(self, who: str, line: int) -> Site:
         return Site(who, line, self.cluster.grid.sources.get(line))
 
-    def _location(self, shadow: Shadow, where: slice | np.ndarray, is_bad: np.ndarray) -> str:
-        index = int(np.nonzero(is_bad)[0][0])
-        granule = int(where.start + index) if isinstance(where, slice) else int(np.asarray(where)[index])
+    def _location(self, shadow: Shadow, granule: int) -> str:
         if shadow in self.tmem:
-            return f"lanes {granule // COLUMNS * 32} … {granule // COLUMNS * 32 + 31}, column {granule % COLUMNS}"
+            lane = granule // COLUMNS * BAND
+            return f"lanes {lane} … {lane + BAND - 1}, column {granule % COLUMNS}"
         return f"byte {granule * self.granule:#x}"
-
-
-def rank_of_all(addresses: np.ndarray) -> np.ndarray:
-    return rank_of(addresses.astype(np.int64))
 
 
 def smallest_store(table: np.ndarray) -> int:

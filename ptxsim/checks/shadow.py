@@ -1,69 +1,105 @@
-"""Shadow memory: for each granule of shared or tensor memory who wrote it last, and who has read it since."""
+"""Shadow memory: for each granule of shared or tensor memory who wrote it last, and who has read it since.
+
+The work is done by `core/shadow.c`; the structures here are its. Its results are problems, which the monitor explains.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ctypes
+import functools
+from pathlib import Path
 
 import numpy as np
 
-NOBODY, OPERATION = -1, -2  # in place of an actor: never written, written by a numbered operation
+import ptxsim.core
+from ptxsim.checks.clocks import Clock
+from ptxsim.host.build import build_shared_object
+
+NOBODY, OPERATION, ATOMICALLY = -1, -2, -3  # in place of an actor: never written; a numbered operation; by atomics only
 FOREVER = np.iinfo(np.int32).max  # the epoch of an access that has not ended
+UNORDERED_WRITE, UNORDERED_READ, NO_PROXY_FENCE, NEVER_WRITTEN = range(4)  # kinds of problems
+MAX_PROBLEMS = 64  # in one call; more of one call are not kept
 
 
-@dataclass
-class Access:
-    """One access as the monitor sees it. `actor` OPERATION: `epoch` is the operation's number."""
+class Access(ctypes.Structure):
+    """Who accesses, and what is known to have happened before. `line`: of the PTX."""
 
-    actor: int
-    epoch: int
-    clock: object  # Clock
-    who: str
-    line: int
-    is_async: bool  # through the async proxy
+    _fields_ = [
+        ("actor", ctypes.c_int32), ("epoch", ctypes.c_int32), ("line", ctypes.c_int32), ("is_async", ctypes.c_int32),
+        ("ordered", ctypes.c_void_p), ("proxied", ctypes.c_void_p), ("operations", ctypes.c_char_p),
+        ("num_operations", ctypes.c_int64),
+    ]  # fmt: skip
+
+    def __init__(self, actor: int, clock: Clock, *, is_async: bool, epoch: int = 0, line: int = 0):
+        super().__init__(actor, epoch, line, is_async)
+        self.clock = clock
+        self.ordered = clock.epochs.ctypes.data
+        self.proxied = self.ordered + clock.epochs.strides[0]
+        self._known = 0
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take over the operations of the clock; its epochs are seen as they are."""
+        if self.clock.operations != self._known:
+            self._known = self.clock.operations
+            count = -(-self._known.bit_length() // 8)
+            self.operations, self.num_operations = self._known.to_bytes(count, "little"), 8 * count
+
+
+class Problem(ctypes.Structure):
+    """An access by `line` of the PTX against an earlier one, first seen at `granule` of a CTA's shadow."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int32), ("is_write", ctypes.c_int32), ("line", ctypes.c_int32),
+        ("other_actor", ctypes.c_int32), ("other_epoch", ctypes.c_int32), ("other_line", ctypes.c_int32),
+        ("granule", ctypes.c_int64), ("shadow", ctypes.c_int64),
+    ]  # fmt: skip
+
+
+class Problems(ctypes.Structure):
+    """What one call has found."""
+
+    _fields_ = [("count", ctypes.c_int32), ("shadow", ctypes.c_int32), ("problems", Problem * MAX_PROBLEMS)]
+
+
+class _State(ctypes.Structure):
+    _fields_ = [
+        ("writer", ctypes.c_void_p), ("write_epoch", ctypes.c_void_p), ("write_line", ctypes.c_void_p),
+        ("reader", ctypes.c_void_p), ("read_epoch", ctypes.c_void_p), ("readers", ctypes.c_void_p),
+        ("granules", ctypes.c_int64), ("actors", ctypes.c_int64), ("granule_bytes", ctypes.c_int64),
+        ("num_warps", ctypes.c_int32), ("has_proxies", ctypes.c_int32),
+    ]  # fmt: skip
 
 
 class Shadow:
-    """State of `size` granules. has_proxies: the memory is reached through two proxies, as shared memory is."""
+    """State of one memory's granules. has_proxies: it is reached through two proxies, as shared memory is."""
 
-    def __init__(self, name: str, size: int, num_actors: int, *, has_proxies: bool):
-        self.name, self.has_proxies = name, has_proxies
-        self.writer = np.full(size, NOBODY, np.int32)
-        self.write_epoch = np.zeros(size, np.int32)
-        self.write_line = np.zeros(size, np.int32)
-        self.read_epochs = np.zeros((num_actors, size), np.int32)
-        self.is_written = np.zeros(size, bool)
+    def __init__(self, name: str, granules: int, actors: int, *, num_warps: int, granule_bytes: int, has_proxies: bool):
+        self.name, self.granule_bytes = name, granule_bytes
+        self.writer, self.reader = (np.full(granules, NOBODY, np.int32) for _ in range(2))
+        self.write_epoch, self.write_line, self.read_epoch = (np.zeros(granules, np.int32) for _ in range(3))
+        self.readers = np.empty((granules, actors), np.int32)
+        arrays = (self.writer, self.write_epoch, self.write_line, self.reader, self.read_epoch, self.readers)
+        state = _State(*(a.ctypes.data for a in arrays), granules, actors, granule_bytes, num_warps, has_proxies)
+        self._state, self.pointer = state, ctypes.addressof(state)
 
-    def unordered_writes(self, where: slice | np.ndarray, access: Access) -> np.ndarray:
-        """Granules whose last write is not ordered before the access."""
-        writer, epoch = self.writer[where], self.write_epoch[where]
-        unordered = (writer >= 0) & (epoch > access.clock.ordered[np.maximum(writer, 0)])
-        by_operation = writer == OPERATION
-        if by_operation.any():
-            missing = [n for n in np.unique(epoch[by_operation]).tolist() if not access.clock.operations >> n & 1]
-            if missing:
-                unordered |= by_operation & np.isin(epoch, missing)
-        return unordered
+    def mark_atomic(self, where: slice) -> None:
+        """Atomics have written here: they don't race with each other."""
+        written = self.writer[where]
+        written[written == NOBODY] = ATOMICALLY
 
-    def unfenced_writes(self, where: slice | np.ndarray, access: Access, num_warps: int) -> np.ndarray:
-        """Granules that a warp wrote, ordered before the access but without a fence.proxy.async on the way."""
-        writer, epoch = self.writer[where], self.write_epoch[where]
-        return (writer >= 0) & (writer < num_warps) & (epoch > access.clock.proxied[np.maximum(writer, 0)])
+    def forget(self, where: slice) -> None:
+        """Nothing is there any more."""
+        self.writer[where] = self.reader[where] = NOBODY
 
-    def unordered_reads(self, where: slice | np.ndarray, access: Access) -> np.ndarray:
-        """Reads that are not ordered before the access. → bool [actors, granules]
 
-        An actor's own reads are in order, but for those that have not ended: a tcgen05.st may overtake a tcgen05.ld.
-        """
-        epochs = self.read_epochs[:, where]
-        unordered = epochs > access.clock.ordered[:, None]
-        if access.actor >= 0:
-            unordered[access.actor] = epochs[access.actor] == FOREVER
-        return unordered
-
-    def record_read(self, where: slice | np.ndarray, access: Access) -> None:
-        if access.actor >= 0:
-            self.read_epochs[access.actor, where] = access.epoch
-
-    def record_write(self, where: slice | np.ndarray, access: Access) -> None:
-        self.writer[where], self.write_epoch[where] = access.actor, access.epoch
-        self.write_line[where], self.is_written[where] = access.line, True
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled `shadow.c`."""
+    source = Path(ptxsim.core.__path__[0], "shadow.c").read_text()
+    loaded = ctypes.CDLL(str(build_shared_object(source, "shadow")))
+    pointer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    loaded.shadow_span.argtypes = [pointer, pointer, number, number, flag, flag, pointer]
+    loaded.shadow_chunks.argtypes = [pointer, pointer, pointer, number, number, flag, pointer]
+    loaded.shadow_log.argtypes = [pointer, pointer, pointer, number, pointer, pointer]
+    return loaded

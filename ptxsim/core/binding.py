@@ -1,20 +1,19 @@
 """Builds the SIMT core with the arithmetic that programs need, and binds it.
 
-`simt.c` has the control flow; one `case` for each arithmetic expression is generated. Expressions that were needed once
-are remembered in the cache folder, so that the next process builds nothing.
+`simt.c` has the control flow; one `case` for each arithmetic expression is generated. Cores are kept in the cache
+folder, so that the next process builds nothing.
 """
 
 import ctypes
-import functools
+import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from ptxsim.host.build import build_shared_object, cache_folder
+from ptxsim.host.build import build_shared_object, cache_folder, write_atomically
 
 HERE = Path(__file__).parent
 FLAGS = (
@@ -33,8 +32,8 @@ INSTRUCTION = np.dtype(
     [
         ("op", "u2"), ("is_negated", "u1"), ("count", "u1"), ("guard", "i4"), ("d", "i4"), ("a", "i4"), ("b", "i4"),
         ("c", "i4"), ("immediate", "i8"), ("vector", "i4", 8), ("target", "i4"), ("space", "u1"),
-        ("element_bytes", "u1"), ("is_signed", "u1"), ("needs_warp", "u1"), ("is_selection", "u1"), ("reads", "u2"),
-        ("writes", "u2"),
+        ("element_bytes", "u1"), ("is_signed", "u1"), ("needs_warp", "u1"), ("is_selection", "u1"), ("is_move", "u1"),
+        ("reads", "u2"), ("writes", "u2"),
     ],
     align=True,
 )  # fmt: skip
@@ -48,7 +47,8 @@ FAULTS = (
     "local address outside the variables declared",
 )  # fmt: skip
 UNWRITTEN_REGISTER = 4
-MAX_PENDING = 16
+MAX_PENDING = 127  # tcgen05.ld of a warp under way
+HAS_ARRIVED = 128  # beside the number of a load whose values are there
 SPACES = ("global", "shared", "local")  # that an instruction names; global stands for generic, too
 LOCAL_BASE = 1 << 28  # generic address of local memory: each lane sees its own there
 
@@ -62,9 +62,9 @@ class WarpState(ctypes.Structure):
         ("at", ctypes.c_uint32), ("is_diverged", ctypes.c_uint32), ("may_pass", ctypes.c_uint32),
         ("executed", ctypes.c_uint64), ("fault", ctypes.c_uint32), ("touched", ctypes.c_uint32),
         ("fault_address", ctypes.c_uint64), ("num_pending", ctypes.c_uint32),
-        ("pending_first", ctypes.c_int32 * MAX_PENDING), ("pending_last", ctypes.c_int32 * MAX_PENDING),
-        ("written", ctypes.c_void_p), ("reserved", ctypes.c_void_p), ("local", ctypes.c_void_p),
-        ("local_size", ctypes.c_uint64),
+        ("pending", ctypes.c_void_p), ("written", ctypes.c_void_p), ("reserved", ctypes.c_void_p),
+        ("local", ctypes.c_void_p), ("local_size", ctypes.c_uint64), ("trace", ctypes.c_void_p), ("trace_count", ctypes.c_uint64),
+        ("trace_capacity", ctypes.c_uint64),
     ]  # fmt: skip
 
 
@@ -92,23 +92,41 @@ class Core:
         self.advance.restype = self.diverge.restype = None
 
 
+_loaded: list[Core] = []
+
+
 def load_core(expressions: Iterable[str]) -> Core:
-    """A core that has at least these expressions."""
-    memory = cache_folder() / "expressions.json"
-    known = json.loads(memory.read_text()) if memory.exists() else []
-    wanted = [*known, *(text for text in dict.fromkeys(expressions) if text not in known)]
-    if wanted != known:
-        partial = memory.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(wanted))
-        partial.replace(memory)
-    return _core(tuple(wanted))
+    """A core that has at least these expressions: a loaded one, else one from the cache folder, else a new one.
+
+    What the cache folder holds stands in files of its own, one for each core, which are written once it is built and
+    never changed: processes do not disturb each other, and an expression that does not compile leaves no trace. A new
+    core has what the largest one has, too, so that few programs need another.
+    """
+    wanted = dict.fromkeys(expressions)
+    for core in _loaded:
+        if wanted.keys() <= core.opcodes.keys():
+            return core
+    template = _template()
+    folder = cache_folder() / f"cores-{_digest(template, *FLAGS)}"
+    built = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    sufficient = [each for each in built if wanted.keys() <= set(each)]
+    extended = list(dict.fromkeys([*max(built, key=len, default=[]), *wanted]))
+    chosen = min(sufficient, key=len, default=extended)
+    cases = "\n".join(_case(FIRST_ARITHMETIC + index, text) for index, text in enumerate(chosen))
+    core = Core(build_shared_object(template.replace("//@ARITHMETIC@", cases), "simt", FLAGS), chosen)
+    if not sufficient:
+        write_atomically(folder / f"{_digest(*chosen)}.json", json.dumps(chosen).encode())
+    _loaded.append(core)
+    return core
 
 
-@functools.lru_cache(maxsize=8)
-def _core(expressions: tuple[str, ...]) -> Core:
-    cases = "\n".join(_case(FIRST_ARITHMETIC + index, text) for index, text in enumerate(expressions))
-    source = (HERE / "simt.c").read_text().replace('#include "numerics.h"', (HERE / "numerics.h").read_text())
-    return Core(build_shared_object(source.replace("//@ARITHMETIC@", cases), "simt", FLAGS), list(expressions))
+def _template() -> str:
+    """The core's source, without arithmetic."""
+    return (HERE / "simt.c").read_text().replace('#include "numerics.h"', (HERE / "numerics.h").read_text())
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _case(opcode: int, expression: str) -> str:

@@ -16,6 +16,7 @@ typedef struct {
   int32_t target;  // of a branch
   uint8_t space, element_bytes, is_signed, needs_warp;
   uint8_t is_selection;  // selp: only the chosen source has to be written
+  uint8_t is_move;
   uint16_t reads, writes;  // bit sets of operand slots: d, a, b, c, vector[0] … vector[7]
 } Instruction;
 
@@ -26,12 +27,14 @@ typedef struct {
   uint64_t executed;  // instructions
   uint32_t fault, touched;
   uint64_t fault_address;
-  uint32_t num_pending;  // tcgen05.ld whose values have not arrived: ranges of destination registers
-  int32_t pending_first[16], pending_last[16];
+  uint32_t num_pending;  // tcgen05.ld that have not ended
+  uint8_t* pending;  // the number of such a load for each register that it fills, or that holds a copy; else 0
   uint32_t* written;  // lanes that have written each register; NULL: not checked
   uint8_t* reserved;  // registers that a wgmma under way uses: 1 its result, 2 its operand; NULL: none
   uint8_t* local;  // local memory: [32 lanes][local_size]
   uint64_t local_size;
+  uint32_t* trace;  // program counters executed, bit 31: by at least one lane; NULL: not kept
+  uint64_t trace_count, trace_capacity;
 } Warp;
 
 typedef struct {
@@ -59,6 +62,7 @@ enum {
 #define SHARED_LIMIT (1u << 28)
 #define LOCAL_LIMIT (1u << 29)  // local memory begins at SHARED_LIMIT, in its own and in the generic space
 #define ALL_LANES 0xffffffffu
+#define HAS_ARRIVED 128  // in `pending`: the values are there, but nothing has waited for them
 
 #define FOR_LANES(...)                                        \
   if (ex == ALL_LANES) {                                      \
@@ -138,17 +142,21 @@ static inline int32_t operand(const Instruction* i, int slot) {
   }
 }
 
-// The pending tcgen05.ld whose registers the instruction names, or −1.
-static int touched_load(const Warp* w, const Instruction* i) {
-  for (uint32_t k = 0; k < w->num_pending; k++) {
-    int32_t first = w->pending_first[k], last = w->pending_last[k];
-    if (i->guard >= first && i->guard <= last) return k;
-    for (int slot = 0; slot < SLOTS; slot++) {
-      int32_t named = operand(i, slot);
-      if (((i->reads | i->writes) >> slot) & 1 && named >= first && named <= last) return k;
-    }
+// The pending tcgen05.ld whose values the instruction needs, or 0. Moves need them to be there but do not wait: ptxas
+// makes them names of the same machine registers, so that the load goes on behind them.
+static int touched_load(Warp* w, const Instruction* i) {
+  uint8_t carried = 0;
+  if (i->guard >= 0 && w->pending[i->guard]) return w->pending[i->guard] & ~HAS_ARRIVED;
+  for (int slot = 0; slot < SLOTS; slot++) {
+    int is_read = (i->reads >> slot) & 1, is_written = (i->writes >> slot) & 1;
+    uint8_t load = is_read || is_written ? w->pending[operand(i, slot)] : 0;
+    if (!load) continue;
+    if (!(load & HAS_ARRIVED) || (is_read && !i->is_move)) return load & ~HAS_ARRIVED;
+    if (is_read) carried = load;
   }
-  return -1;
+  for (int slot = 0; slot < SLOTS; slot++)
+    if ((i->writes >> slot) & 1) w->pending[operand(i, slot)] = carried;
+  return 0;
 }
 
 // A register that the instruction must not use while a wgmma is under way, or 0.
@@ -242,7 +250,7 @@ static uint8_t* resolve(Context* x, Warp* w, int space, uint64_t address, int by
 }
 
 static void log_access(Context* x, const Warp* w, uint64_t address, uint32_t bytes, int lane, int is_store) {
-  if (!x->log || address >= SHARED_LIMIT || x->log_count == x->log_capacity) return;
+  if (!x->log || address >= SHARED_LIMIT) return;
   Access* access = &x->log[x->log_count++];
   access->instruction = w->at;
   access->address = (uint32_t)address;
@@ -458,7 +466,7 @@ int warp_run(Warp* w, const Instruction* program, uint64_t* registers, Context* 
   select_group(w);
   if (!w->active) return BLOCKED;
   for (;;) {
-    if (budget-- <= 0) return OUT_OF_BUDGET;
+    if (budget-- <= 0 || (x->log && x->log_count + 32 > x->log_capacity)) return OUT_OF_BUDGET;
     if (w->is_diverged) select_group(w);
     if (!w->active) return BLOCKED;
     const Instruction* i = program + w->at;
@@ -471,7 +479,7 @@ int warp_run(Warp* w, const Instruction* program, uint64_t* registers, Context* 
     uint32_t active = w->active, ex = guarded(i, registers, active);
     if (w->num_pending) {
       int load_index = touched_load(w, i);
-      if (load_index >= 0) {
+      if (load_index) {
         w->touched = load_index;
         w->may_pass = 1;
         return TOUCHED;
@@ -487,6 +495,7 @@ int warp_run(Warp* w, const Instruction* program, uint64_t* registers, Context* 
     }
     if (w->written && check_written(w, i, ex)) return FAULT;
     w->executed++;
+    if (w->trace && w->trace_count < w->trace_capacity) w->trace[w->trace_count++] = w->at | (uint32_t)!!ex << 31;
     if (!ex && i->op != OP_BRANCH) {
       warp_advance(w);
       continue;

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ptxsim.host.build import cache_folder, write_atomically
-from ptxsim.host.launches import entry_names
 from ptxsim.host.objects import elf_files
+from ptxsim.ptx.parse import entry_names
 
 _NAME_COMMENT = "\n// ptxsim: compiled as "  # last line of a sidecar, so that the lines before keep their numbers
 

@@ -1,13 +1,14 @@
 """A kernel launch as data: what the CUDA runtime was asked to start, and the kernel's parameters by name.
 
-The layout of `cudaLaunchConfig_t` and `cudaLaunchAttribute` is that of CUDA 12 and 13. Sizes and places of parameters
-come from the PTX declarations (PTX ISA, kernel function parameters), since the runtime gets bare addresses.
+The layout of `cudaLaunchConfig_t` and `cudaLaunchAttribute` is that of CUDA 12 and 13. Sizes of parameters come from
+the PTX declarations, since the runtime gets bare addresses.
 """
 
 import ctypes
-import functools
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from ptxsim.ptx.parse import Parameter
 
 MAX_THREADS_PER_BLOCK = 1024
 MAX_SHARED_BYTES = 227 * 1024  # of a block, compute capability 9.0 and 10.0, for static and dynamic together
@@ -19,16 +20,6 @@ Shape = tuple[int, int, int]
 
 class LaunchError(ValueError):
     """A launch that the CUDA runtime would refuse."""
-
-
-@dataclass(frozen=True)
-class Param:
-    """A kernel parameter. `offset`, `size` and `align` in bytes; the offset counts from the first parameter."""
-
-    name: str
-    offset: int
-    size: int
-    align: int
 
 
 @dataclass(frozen=True)
@@ -125,56 +116,9 @@ class LaunchConfig(ctypes.Structure):
         return LaunchShape(grid, block, cluster, self.shared_bytes, cooperative, programmatic)
 
 
-# ------------------------------------------------------------------------------------------------------ parameters
-
-_ELEMENT_BYTES = {
-    **{f".{kind}{bits}": bits // 8 for kind in "bus" for bits in (8, 16, 32, 64)},
-    **{".f16": 2, ".f16x2": 4, ".f32": 4, ".f64": 8, ".b128": 16},
-}
-_DECLARATION = re.compile(
-    r"\.param\s+(?:\.align\s+(?P<align>\d+)\s+)?(?P<type>\.\w+)\s+"
-    r"(?:\.ptr(?:\s+\.(?:const|global|local|shared))?(?:\s+\.align\s+\d+)?\s+)?"  # says where a pointer points
-    r"(?P<name>[\w$]+)\s*(?:\[\s*(?P<count>\d+)\s*\])?\s*$"
-)
-
-
-def parse_params(ptx: str, entry: str) -> list[Param]:
-    """The parameters of a kernel in order, from `.entry name( .param …, … )` in the text of its module.
-
-    Raises:
-        LaunchError: the module has no such kernel, or a declaration is of an unknown form.
-    """
-    return list(_parse_params(ptx, entry))
-
-
-@functools.lru_cache(maxsize=256)
-def _parse_params(ptx: str, entry: str) -> tuple[Param, ...]:
-    header = re.search(rf"\.entry\s+{re.escape(entry)}(?:\s*\((?P<params>[^)]*)\))?\s*[.{{]", ptx)
-    if header is None:
-        raise LaunchError(f"no .entry {entry} in the PTX; it has {', '.join(entry_names(ptx)) or 'none'}")
-    params: list[Param] = []
-    end = 0
-    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", header["params"] or "", flags=re.S)
-    for declaration in filter(None, (part.strip() for part in text.split(","))):
-        match = _DECLARATION.match(declaration)
-        if match is None or match["type"] not in _ELEMENT_BYTES:
-            raise LaunchError(f"kernel {entry}: can't read the parameter declaration {declaration!r}")
-        element = _ELEMENT_BYTES[match["type"]]
-        align = max(int(match["align"] or 1), element)
-        offset = -(-end // align) * align
-        end = offset + element * int(match["count"] or 1)
-        params.append(Param(match["name"], offset, end - offset, align))
-    return tuple(params)
-
-
-def entry_names(ptx: str) -> list[str]:
-    """The kernels of a PTX module."""
-    return re.findall(r"\.entry\s+([\w$]+)", ptx)
-
-
-def read_params(params: list[Param], arguments: "ctypes._Pointer[ctypes.c_void_p]") -> dict[str, bytes]:
+def read_parameters(parameters: Sequence[Parameter], arguments: "ctypes._Pointer[ctypes.c_void_p]") -> dict[str, bytes]:
     """Copy each parameter from the address that the launch gave for it."""
-    return {param.name: ctypes.string_at(arguments[index], param.size) for index, param in enumerate(params)}
+    return {each.name: ctypes.string_at(arguments[index], each.size) for index, each in enumerate(parameters)}
 
 
 def _product(shape: Shape) -> int:

@@ -13,8 +13,9 @@ from typing import Any
 from ptxsim.host.artifacts import STORE
 from ptxsim.host.binding import load_runtime
 from ptxsim.host.device import Device
-from ptxsim.host.launches import Launch, LaunchConfig, parse_params, read_params
+from ptxsim.host.launches import Launch, LaunchConfig, read_parameters
 from ptxsim.host.patches import Patches
+from ptxsim.ptx.parse import parse_parameters
 
 _open: "HostSession | None" = None
 
@@ -66,7 +67,7 @@ class HostSession:
         shape = config.shape()
         shape.check(kernel)
         module = STORE.find(library, kernel)
-        params = read_params(parse_params(module.ptx, kernel), arguments)
+        params = read_parameters(parse_parameters(module.ptx, kernel), arguments)
         self._on_launch(
             Launch(
                 kernel=kernel,

@@ -35,6 +35,7 @@ class MBarrier:
     address: int
     count: int
     merge: Merge
+    made_at: Any = None  # a moment as the race monitor counts
     phase: int = 0
     pending_bytes: int = 0
     waiters: list[tuple[int, Wait]] = field(default_factory=list)

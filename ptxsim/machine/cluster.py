@@ -37,7 +37,7 @@ class CTA:
         self.tmem: np.ndarray = np.full(
             (TMEM_LANES, TMEM_COLUMNS), POISON_CELL if grid.options.poison else 0, np.uint32
         )
-        self.tmem_allocations: list[tuple[int, int]] = []  # (first column, columns)
+        self.tmem_allocations: dict[tuple[int, int], int] = {}  # (first column, columns) → PTX line
         self.named_barriers: dict[int, NamedBarrier] = {}
         self.shared_symbols = self._place_symbols()
         self.warps: list[Warp] = []
@@ -62,25 +62,26 @@ class CTA:
     def num_live_threads(self) -> int:
         return LANES * sum(warp.is_live for warp in self.warps)
 
-    def allocate_tmem(self, columns: int) -> int:
-        """First column of a new allocation: the least that is free."""
+    def allocate_tmem(self, columns: int, line: int) -> int:
+        """First column of a new allocation: the least that is free. `line`: of the instruction that asks."""
         if columns & (columns - 1) or not ALLOCATION_UNIT <= columns <= TMEM_COLUMNS:
             raise MachineFault(f"tcgen05.alloc of {columns} columns; allowed are 32, 64, 128, 256, 512")
         base = 0
         while any(base < first + count and first < base + columns for first, count in self.tmem_allocations):
             base += ALLOCATION_UNIT
         if base + columns > TMEM_COLUMNS:
-            raise MachineFault(f"tcgen05.alloc of {columns} columns would block: allocated are {self.tmem_allocations}")
-        self.tmem_allocations.append((base, columns))
+            taken = list(self.tmem_allocations)
+            raise MachineFault(f"tcgen05.alloc of {columns} columns would block: allocated are {taken}")
+        self.tmem_allocations[base, columns] = line
         return base
 
     def free_tmem(self, base: int, columns: int) -> None:
         if (base, columns) not in self.tmem_allocations:
             raise MachineFault(
                 f"tcgen05.dealloc of {columns} columns at {base}, which is no allocation; "
-                f"allocated are {self.tmem_allocations}"
+                f"allocated are {list(self.tmem_allocations)}"
             )
-        self.tmem_allocations.remove((base, columns))
+        del self.tmem_allocations[base, columns]
 
     def check_tmem(self, column: int, columns: int) -> None:
         """Raise unless the columns lie inside allocations."""
@@ -88,7 +89,7 @@ class CTA:
         if not covered:
             raise MachineFault(
                 f"tensor memory columns {column} … {column + columns - 1} are outside the allocations "
-                f"{self.tmem_allocations} (first column, columns)"
+                f"{list(self.tmem_allocations)} (first column, columns)"
             )
 
 
@@ -112,6 +113,7 @@ class Cluster:
         for number, warp in enumerate(self.warps):
             warp.id = number
         self.context = binding.Context(shared_size=self.shared_size)
+        self.context_at = ctypes.addressof(self.context)
         for cta in self.ctas:
             self.context.shared[cta.rank] = cta.shared.ctypes.data
         grid.restrict_global_memory(self.context)
@@ -119,10 +121,6 @@ class Cluster:
             self.monitor = grid.options.monitor(self)
         self.barrier = ClusterBarrier(sum(warp.state.live.bit_count() for warp in self.warps), self.monitor.merge)
         self.engine = Engine(self.monitor, grid.rng, grid.options.delay)
-
-    @property
-    def context_pointer(self) -> int:
-        return ctypes.addressof(self.context)
 
     def shared_of(self, address: int) -> np.ndarray:
         """The window that a shared address is in."""
@@ -140,11 +138,15 @@ class Cluster:
             )
         return self.shared_of(address)[offset : offset + count]
 
-    def init_mbarrier(self, address: int, count: int) -> None:
-        self.mbarriers[address] = MBarrier(address, count, self.monitor.merge)
+    def init_mbarrier(self, warp: Warp, address: int, count: int) -> None:
+        self.mbarriers[address] = MBarrier(address, count, self.monitor.merge, made_at=self.monitor.now(warp))
 
-    def mbarrier(self, address: int) -> MBarrier:
+    def mbarrier(self, address: int, user: Warp | None = None) -> MBarrier:
+        """`user`: the warp that names the barrier, which must know of its initialisation."""
         if address not in self.mbarriers:
             known = ", ".join(f"{each:#x}" for each in sorted(self.mbarriers)) or "none"
             raise MachineFault(f"no mbarrier was initialised at shared {address:#x}; there are {known}")
-        return self.mbarriers[address]
+        barrier = self.mbarriers[address]
+        if user is not None:
+            self.monitor.check_knows(user, barrier.made_at, barrier)
+        return barrier

@@ -96,7 +96,7 @@ def _arrive_after_copies(instruction: Instruction, operands: Operands) -> Handle
         cluster = warp.cta.cluster
         clock = cluster.monitor.release(warp)
         for lane in lanes_in(lanes):
-            barrier = cluster.mbarrier(address(warp, lane))
+            barrier = cluster.mbarrier(address(warp, lane), warp)
             if not counts:
                 barrier.pending += 1
             barrier.arrive(1, clock)
@@ -194,11 +194,7 @@ def _tensor_load(instruction: Instruction, operands: Operands) -> Handler:
     def handler(warp: Warp, lanes: int) -> None:
         cluster = warp.cta.cluster
         cluster.activity += 1
-
-        def key(lane: int) -> tuple:
-            return target(warp, lane), str(coordinates(warp, lane)), barrier(warp, lane)
-
-        for lane in issuing_lanes(lanes, key):
+        for lane in issuing_lanes(warp, lanes, target, coordinates, barrier):
             place, (address, position), signal = target(warp, lane), coordinates(warp, lane), barrier(warp, lane)
             tensor_map = cluster.grid.tensor_map(address)
             for rank in _destinations(multicast, warp, lane, place):
@@ -256,7 +252,7 @@ def _tensor_store(instruction: Instruction, operands: Operands) -> Handler:
     def handler(warp: Warp, lanes: int) -> None:
         cluster = warp.cta.cluster
         cluster.activity += 1
-        for lane in issuing_lanes(lanes, lambda lane: (str(coordinates(warp, lane)), source(warp, lane))):
+        for lane in issuing_lanes(warp, lanes, coordinates, source):
             (address, position), origin = coordinates(warp, lane), source(warp, lane)
             tensor_map = cluster.grid.tensor_map(address)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import random
 
     from ptxsim.machine.warp import Warp
+    from ptxsim.ptx.parse import Instruction
 
 Action = Callable[[Any], None]  # takes the monitor's record of the operation
 
@@ -29,8 +30,16 @@ class _Event:
     number: int
     finish: Callable[[], None] = field(compare=False)
     what: str = field(compare=False)
-    line: int = field(compare=False)
-    cta: Any = field(compare=False)
+    instruction: Instruction = field(compare=False)
+    warp: Warp = field(compare=False)
+
+    def complete(self) -> None:
+        try:
+            self.finish()
+        except Exception as error:
+            place = f"{self.instruction.where()}: {str(self.instruction)[:200]}"
+            error.add_note(f"in {self.what}, issued by {self.warp}, {place}")
+            raise
 
 
 class Engine:
@@ -76,15 +85,14 @@ class Engine:
         time = self.now + self.rng.randrange(self.delay)
         if queue is not None:
             time = self._last[queue] = max(time, self._last.get(queue, 0))
-        event = _Event(time, next(self._numbers), finish, what, warp.instruction().line, warp.cta)
-        heapq.heappush(self._events, event)
+        heapq.heappush(self._events, _Event(time, next(self._numbers), finish, what, warp.instruction(), warp))
         return wait
 
     def run_due(self) -> bool:
         """Complete what is due; whether anything was."""
         was_due = bool(self._events) and self._events[0].time <= self.now
         while self._events and self._events[0].time <= self.now:
-            heapq.heappop(self._events).finish()
+            heapq.heappop(self._events).complete()
         return was_due
 
     def skip_ahead(self) -> bool:
@@ -96,4 +104,4 @@ class Engine:
 
     def in_flight(self, cta: Any = None) -> list[tuple[str, int]]:
         """(what, PTX line) of operations under way, of one CTA or of all."""
-        return [(event.what, event.line) for event in self._events if cta is None or event.cta is cta]
+        return [(each.what, each.instruction.line) for each in self._events if cta is None or each.warp.cta is cta]

@@ -84,16 +84,16 @@ STORAGE = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)
 
 @cache
 def table(name: str) -> FloatArray:
-    """Values of all 256 byte codes of an 8-, 6- or 4-bit format. → float64 [256], read-only.
+    """Values of all byte codes of an 8-, 6- or 4-bit format, or of all codes of bf16 and f16. → float64, read-only.
 
     Bits of the byte above the format's width are ignored. "e8m0": 2^(code − 127), code 255 is NaN.
     """
-    codes = np.arange(256)
     if name == "e8m0":
-        values = np.exp2(codes - 127.0)
+        values = np.exp2(np.arange(256) - 127.0)
         values[255] = np.nan
     else:
-        values = _numbers(_known(name, 8), codes)
+        known = _known(name, 16)
+        values = _numbers(known, np.arange(1 << max(known.bits, 8)))
     values.flags.writeable = False
     return values
 
@@ -125,11 +125,7 @@ def decode(name: str, codes: Array) -> FloatArray:
     codes: uint8 for formats of at most 8 bits, uint16 for "bf16" and "f16", uint32 for "tf32" and "f32". "tf32" reads
     the upper 19 bits of a 32-bit word and ignores the lower 13, as the tensor core does.
     """
-    if name == "bf16":
-        narrow = (codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    elif name == "f16":
-        narrow = codes.view(np.float16)
-    elif name == "tf32":
+    if name == "tf32":
         narrow = (codes & np.uint32(0xFFFFE000)).view(np.float32)
     elif name == "f32":
         narrow = codes.view(np.float32)

@@ -91,8 +91,8 @@ class Grid:
             self._maps[raw[:64]] = TensorMap.decode(raw)
         return self._maps[raw[:64]]
 
-    def note(self, kind: str, message: str, line: int = 0) -> None:
-        site = Site("", line, self.sources.get(line)) if line else None
+    def note(self, kind: str, message: str, who: str, line: int) -> None:
+        site = Site(who, line, self.sources.get(line))
         self.findings.add(Finding(kind, message, site, kernel=self.program.kernel.name))
 
     def next_cluster(self) -> tuple[int, ...] | None:
@@ -105,13 +105,13 @@ class Grid:
         Raises:
             Deadlock: no warp can run.    MachineFault: a fault, with the warp, the PTX line and the instruction.
         """
-        begin = time.perf_counter()
+        begin = time.process_time()  # other processes do not count
         while (index := self.next_cluster()) is not None:
             clusters = [Cluster(self, index)]
             while self.options.concurrent and (index := self.next_cluster()) is not None:
                 clusters.append(Cluster(self, index))
             Scheduler(self, clusters).run()
-        self.seconds = time.perf_counter() - begin
+        self.seconds = time.process_time() - begin
 
 
 def mapped_memory() -> list[tuple[int, int]]:
@@ -130,13 +130,16 @@ class Scheduler:
         self.core, self.handlers = grid.program.core, grid.program.handlers
         self.table = grid.program.table.ctypes.data
 
+    def _random_key(self, _: Warp) -> float:
+        return self.grid.rng.random()
+
     def run(self) -> None:
         live = [warp for cluster in self.clusters for warp in cluster.warps]
         idle = 0
         while live:
             before = self._activity()
             if self.is_random:
-                self.grid.rng.shuffle(live)
+                live.sort(key=self._random_key)
             has_progress = False
             for warp in live:
                 if warp.wake():
@@ -167,7 +170,7 @@ class Scheduler:
         budget = self.grid.rng.randrange(16, 2000) if self.is_random else 100_000
         happened = False
         while True:
-            code = self.core.run(warp.pointer, self.table, warp.registers.ctypes.data, cluster.context_pointer, budget)
+            code = self.core.run(warp.pointer, self.table, warp.registers_at, cluster.context_at, budget)
             if cluster.context.log_count:
                 cluster.monitor.drain(warp)
             if code == binding.SYSTEM:
@@ -178,7 +181,7 @@ class Scheduler:
                     break
                 continue
             if code == binding.TOUCHED:
-                warp.land(state.touched)
+                warp.needs_load(state.touched)
                 continue
             if code == binding.RESERVED:
                 warp.member.report_use(state.touched)
@@ -197,7 +200,7 @@ class Scheduler:
         """Let the machine execute the system instruction that the warp is at."""
         state, index = warp.state, warp.state.at
         if warp.pending_loads:
-            warp.land_touching(self.grid.program.system_registers.get(index, []))
+            warp.end_loads(self.grid.program.system_registers.get(index, []))
         if state.reserved and self.grid.program.kernel.instructions[index].words[0] != "wgmma":
             warp.member.check_use(self.grid.program.system_registers.get(index, []))
         try:
@@ -218,8 +221,8 @@ class Scheduler:
         in_flight = cluster.engine.in_flight(cta)
         if in_flight and not any(other.is_live for other in cta.warps):
             what, line = in_flight[0]
-            message = f"CTA {cta.index} exits while {len(in_flight)} operations are under way, the first {what}"
-            self.grid.note("in flight at exit", message, line)
+            message = f"CTA {cta.index} exits while {len(in_flight)} operations are under way, the first"
+            self.grid.note("in flight at exit", message, what, line)
 
     def _fault(self, warp: Warp) -> str:
         state, program = warp.state, self.grid.program
@@ -236,8 +239,9 @@ class Scheduler:
         while cluster.engine.skip_ahead():
             cluster.engine.run_due()
         for cta in cluster.ctas:
-            if cta.tmem_allocations:
-                self.grid.note("leak", f"CTA {cta.index} exits with tensor memory allocated: {cta.tmem_allocations}")
+            for (column, columns), line in cta.tmem_allocations.items():
+                message = f"CTA {cta.index} exits with {columns} columns of tensor memory allocated from {column}"
+                self.grid.note("leak", message, "tcgen05.alloc", line)
         self.grid.executed += sum(warp.state.executed for warp in cluster.warps)
         cluster.monitor.finish()
 

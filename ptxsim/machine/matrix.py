@@ -47,6 +47,8 @@ FloatArray = NDArray[np.float64]
 Words = NDArray[np.uint32]
 
 LANES, COLUMNS, QUARTERS, QUARTER_LANES = 128, 512, 4, 32
+BAND = 16  # lanes whose accesses are told apart
+BANDS = LANES // BAND
 K_BYTES = 32  # one tensor-core instruction multiplies 32 bytes along K
 A_COLUMNS = K_BYTES // 4
 
@@ -87,14 +89,13 @@ class SharedAccess:
 
 
 class TensorAccess(NamedTuple):
-    """Cells of tensor memory: lane quarters `quarter` … + `quarters`, columns `column` … + `columns` of a CTA.
+    """Cells of tensor memory of a CTA: bands of 16 lanes, columns `column` … + `columns`.
 
-    Half-used quarters (M 64) and lanes whose output is disabled count as accessed.
+    Lanes whose output is disabled count as accessed.
     """
 
     cta: int
-    quarter: int
-    quarters: int
+    bands: range
     column: int
     columns: int
 
@@ -161,16 +162,23 @@ def mma(product: MatrixProduct, ctas: Sequence[CtaMemory]) -> Footprint:
     with np.errstate(over="ignore", invalid="ignore"):
         for index, cta in enumerate(ctas):
             a = _a_rows(product, cta, layout)
+            result = _scratch(layout.rows * (1 + layout.is_split), instruction.n // (1 + layout.is_split))
             if layout.is_split:
-                result = _split_product(product, cta, a, b)
+                _split_product(product, cta, a, b, result.reshape(2, 64, -1))
             elif instruction.is_scaled:
                 scales_a, scales_b = _full_scales(product, cta)
-                result = (a * scales_a[:, None]) @ (b * scales_b[:, None]).T
+                np.matmul(a * scales_a[:, None], (b * scales_b[:, None]).T, out=result)
             else:
-                result = a @ b.T
+                np.matmul(a, b.T, out=result)
             cells = layout.view(cta.tensor, column, layout.columns)
             _accumulate(product, result.reshape(cells.shape), cells, _enabled(product, layout, index))
     return _footprint(product, len(ctas), lane)
+
+
+@lru_cache(maxsize=64)
+def _scratch(rows: int, columns: int) -> FloatArray:
+    """Room for one result, used again by each product of this shape: fresh pages cost more than the product."""
+    return np.empty((rows, columns))
 
 
 def _check(product: MatrixProduct, num_ctas: int) -> None:
@@ -252,10 +260,9 @@ def _a_rows(product: MatrixProduct, cta: CtaMemory, layout: _Layout) -> FloatArr
     return -values if instruction.negate_a else values
 
 
-def _split_product(product: MatrixProduct, cta: CtaMemory, a: FloatArray, b: FloatArray) -> FloatArray:
-    """M 128 on two CTAs: the product of each half of N is for its own 64 lanes. → float64 [2, 64, N / 2]"""
+def _split_product(product: MatrixProduct, cta: CtaMemory, a: FloatArray, b: FloatArray, result: FloatArray) -> None:
+    """M 128 on two CTAs: the product of each half of N is for its own 64 lanes. result: float64 [2, 64, N / 2]"""
     half = product.instruction.n // 2
-    result = np.empty((2, 64, half))
     for h in range(2):
         rows = a[64 * h : 64 * (h + 1)] if len(a) == LANES else a
         columns = b[half * h : half * (h + 1)]
@@ -263,7 +270,6 @@ def _split_product(product: MatrixProduct, cta: CtaMemory, a: FloatArray, b: Flo
             scales_a, scales_b = _half_scales(product, cta, h)
             rows, columns = rows * scales_a[:, None], columns * scales_b[:, None]
         np.matmul(rows, columns.T, out=result[h])
-    return result
 
 
 # --------------------------------------------------------------------------------------------- scale factors
@@ -339,16 +345,17 @@ def _footprint(product: MatrixProduct, num_ctas: int, lane: int) -> Footprint:
     shared, reads, writes = [], [], []
     size_a = formats.ELEMENT_BYTES[instruction.a_format]
     size_b = formats.ELEMENT_BYTES[instruction.b_format]
+    bands = range(layout.first // BAND, BANDS, 2) if layout.rows < LANES and not layout.is_split else range(BANDS)
     for cta in range(num_ctas):
         if isinstance(product.a, SharedDescriptor):
             shared.append(SharedAccess(cta, product.a, layout.rows, size_a, instruction.mn_major_a))
         else:
-            reads.append(TensorAccess(cta, 0, QUARTERS, product.a & 0xFFFF, A_COLUMNS))
+            reads.append(TensorAccess(cta, bands, product.a & 0xFFFF, A_COLUMNS))
         shared.append(SharedAccess(cta, product.b, instruction.n // num_ctas, size_b, instruction.mn_major_b))
         if instruction.is_scaled:
             scales = zip(_scale_columns(product), _num_scale_columns(product, layout), strict=True)
-            reads += [TensorAccess(cta, 0, QUARTERS, column, columns) for column, columns in scales]
-        accumulator = TensorAccess(cta, 0, QUARTERS, product.accumulator & 0xFFFF, layout.columns)
+            reads += [TensorAccess(cta, range(BANDS), column, columns) for column, columns in scales]
+        accumulator = TensorAccess(cta, bands, product.accumulator & 0xFFFF, layout.columns)
         writes.append(accumulator)
         if product.accumulate:
             reads.append(accumulator)

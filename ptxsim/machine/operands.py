@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,17 +29,6 @@ def signed32(value: int) -> int:
     return value - (1 << 32) if value >> 31 else value
 
 
-def issuing_lanes(lanes: int, key: Callable[[int], Hashable]) -> list[int]:
-    """Lanes that issue a tensor copy: one for each distinct set of operands.
-
-    PTX speaks of threads, but tensor copies run on the uniform datapath: for a convergent warp with equal operands
-    ptxas emits one instruction (seen in the machine code of kernels that elect no lane around their output store).
-    """
-    if lanes & (lanes - 1) == 0:
-        return [first_lane(lanes)]
-    return list({key(lane): lane for lane in reversed(lanes_in(lanes))}.values())
-
-
 @dataclass(frozen=True)
 class Operand:
     """A register, with an offset and a width."""
@@ -50,11 +38,40 @@ class Operand:
     mask: int = MASK32
 
     def __call__(self, warp: Warp, lane: int) -> int:
-        return (int(warp.registers[self.register, lane]) + self.offset) & self.mask
+        return (warp.words[self.register * LANES + lane] + self.offset) & self.mask
 
     def is_uniform(self, warp: Warp, lanes: list[int]) -> bool:
-        values = warp.registers[self.register]
-        return all(values[lane] == values[lanes[0]] for lane in lanes)
+        first = self.register * LANES
+        values = warp.words[first : first + LANES].tolist()
+        if len(lanes) < LANES:
+            values = [values[lane] for lane in lanes]
+        return values.count(values[0]) == len(values)
+
+
+@dataclass(frozen=True)
+class TensorCoordinates:
+    """The address of a tensor map, and signed coordinates."""
+
+    tensor_map: Operand
+    coordinates: tuple[Operand, ...]
+
+    def __call__(self, warp: Warp, lane: int) -> tuple[int, list[int]]:
+        return self.tensor_map(warp, lane), [signed32(each(warp, lane)) for each in self.coordinates]
+
+    def is_uniform(self, warp: Warp, lanes: list[int]) -> bool:
+        return all(each.is_uniform(warp, lanes) for each in (self.tensor_map, *self.coordinates))
+
+
+def issuing_lanes(warp: Warp, lanes: int, *operands: Operand | TensorCoordinates) -> list[int]:
+    """Lanes that issue a tensor copy: one for each distinct set of operands.
+
+    PTX speaks of threads, but tensor copies run on the uniform datapath: for a convergent warp with equal operands
+    ptxas emits one instruction (seen in the machine code of kernels that elect no lane around their output store).
+    """
+    members = lanes_in(lanes)
+    if len(members) == 1 or all(each.is_uniform(warp, members) for each in operands):
+        return members[:1]
+    return list({str([each(warp, lane) for each in operands]): lane for lane in reversed(members)}.values())
 
 
 class Operands:
@@ -83,11 +100,9 @@ class Operands:
     def register(self, text: str) -> int:
         return self.program.register(text)
 
-    def tensor_coordinates(self, text: str) -> Callable[[Warp, int], tuple[int, list[int]]]:
-        """`[map, {c0, c1, …}]` → (address of the tensor map, signed coordinates)."""
+    def tensor_coordinates(self, text: str) -> TensorCoordinates:
+        """`[map, {c0, c1, …}]`"""
         found = re.fullmatch(r"\[\s*([^,\s]+)\s*,\s*\{(.*)\}\s*\]", text)
         if found is None:
             raise Unsupported(f"tensor coordinates {text}")
-        tensor_map = self.wide(found[1])
-        coordinates = [self.value(part) for part in found[2].split(",")]
-        return lambda warp, lane: (tensor_map(warp, lane), [signed32(each(warp, lane)) for each in coordinates])
+        return TensorCoordinates(self.wide(found[1]), tuple(self.value(part) for part in found[2].split(",")))

@@ -29,7 +29,7 @@ def _init(instruction: Instruction, operands: Operands) -> Handler:
 
     def handler(warp: Warp, lanes: int) -> None:
         for lane in lanes_in(lanes):
-            warp.cta.cluster.init_mbarrier(address(warp, lane), count(warp, lane))
+            warp.cta.cluster.init_mbarrier(warp, address(warp, lane), count(warp, lane))
 
     return handler
 
@@ -49,7 +49,7 @@ def _expect_bytes(instruction: Instruction, operands: Operands) -> Handler:
 
     def handler(warp: Warp, lanes: int) -> None:
         for lane in lanes_in(lanes):
-            warp.cta.cluster.mbarrier(address(warp, lane)).expect_bytes(count(warp, lane))
+            warp.cta.cluster.mbarrier(address(warp, lane), warp).expect_bytes(count(warp, lane))
 
     return handler
 
@@ -61,7 +61,7 @@ def _complete_bytes(instruction: Instruction, operands: Operands) -> Handler:
         cluster = warp.cta.cluster
         clock = cluster.monitor.release(warp)
         for lane in lanes_in(lanes):
-            cluster.mbarrier(address(warp, lane)).complete_bytes(count(warp, lane), clock)
+            cluster.mbarrier(address(warp, lane), warp).complete_bytes(count(warp, lane), clock)
 
     return handler
 
@@ -82,10 +82,10 @@ def _arrive(instruction: Instruction, operands: Operands) -> Handler:
         clock = cluster.monitor.release(warp)
         cluster.activity += 1
         if number is None and len(members) > 1 and address.is_uniform(warp, members):
-            cluster.mbarrier(address(warp, members[0])).arrive(len(members), clock)
+            cluster.mbarrier(address(warp, members[0]), warp).arrive(len(members), clock)
             return
         for lane in members:
-            barrier = cluster.mbarrier(address(warp, lane))
+            barrier = cluster.mbarrier(address(warp, lane), warp)
             if expects_bytes:
                 barrier.expect_bytes(number(warp, lane))
             barrier.arrive(number(warp, lane) if number and not expects_bytes else 1, clock)
@@ -94,7 +94,11 @@ def _arrive(instruction: Instruction, operands: Operands) -> Handler:
 
 
 def _wait(instruction: Instruction, operands: Operands) -> Handler:
-    """mbarrier.{try,test}_wait.parity; try_wait sleeps, and under a delay sometimes gives up as it may on hardware."""
+    """mbarrier.{try,test}_wait.parity; try_wait sleeps, and under a delay sometimes gives up as it may on hardware.
+
+    A test that fails ends the warp's turn, so that others get theirs while it polls. It counts as no activity: a grid
+    where all that happens are such tests is stuck.
+    """
     if "parity" not in instruction.words:
         raise Unsupported("waiting on a state token")
     result = operands.register(instruction.operands[0])
@@ -103,15 +107,16 @@ def _wait(instruction: Instruction, operands: Operands) -> Handler:
 
     def handler(warp: Warp, lanes: int) -> Any:
         cluster = warp.cta.cluster
-        cluster.activity += is_test
         waits = []
         for group, (place, phase) in _grouped(warp, lanes, address, parity).items():
-            barrier, group_lanes = cluster.mbarrier(place), lanes_in(group)
+            barrier, group_lanes = cluster.mbarrier(place, warp), lanes_in(group)
             completed = barrier.has_completed(phase)
             delayed = cluster.engine.delay is not None and cluster.engine.rng.random() < GIVE_UP
             warp.mark_written(result, group)
             if not completed and (is_test or delayed):
                 warp.registers[result, group_lanes] = 0
+                if is_test:
+                    waits.append((group, Wait(_Phase(barrier, phase), is_done=True)))
                 continue
             warp.registers[result, group_lanes] = 1
             if completed:

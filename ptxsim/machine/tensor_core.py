@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from ptxsim.machine.addresses import in_cta, offset_of, rank_of
-from ptxsim.machine.cluster import CTA, MachineFault
+from ptxsim.machine.cluster import CTA, TMEM_COLUMNS, MachineFault
 from ptxsim.machine.descriptors import InstructionDescriptor, SharedDescriptor, chunk_offsets, gather
-from ptxsim.machine.matrix import CtaMemory, Footprint, MatrixProduct, mma
+from ptxsim.machine.fragments import Fragment, fragment, reduction
+from ptxsim.machine.matrix import BAND, CtaMemory, Footprint, MatrixProduct, mma
 from ptxsim.machine.operands import MASK32, Operands, first_lane, lanes_in
 from ptxsim.machine.warp import ALL_LANES, UNWRITTEN, PendingLoad, Warp
 from ptxsim.ptx.parse import Instruction
@@ -57,7 +58,7 @@ def _allocate(instruction: Instruction, operands: Operands) -> Handler:
 
     def handler(warp: Warp, lanes: int) -> None:
         lane, cluster = first_lane(lanes), warp.cta.cluster
-        base, place = warp.cta.allocate_tmem(columns(warp, lane)), address(warp, lane)
+        base, place = warp.cta.allocate_tmem(columns(warp, lane), instruction.line), address(warp, lane)
         cluster.shared_bytes(place, 4).view(np.uint32)[0] = base
         cluster.monitor.shared_write(warp, rank_of(place), offset_of(place), 4)
 
@@ -69,7 +70,9 @@ def _free(instruction: Instruction, operands: Operands) -> Handler:
 
     def handler(warp: Warp, lanes: int) -> None:
         lane = first_lane(lanes)
-        warp.cta.free_tmem(address(warp, lane) & 0xFFFF, columns(warp, lane))
+        base, count = address(warp, lane) & 0xFFFF, columns(warp, lane)
+        warp.cta.free_tmem(base, count)
+        warp.cta.cluster.monitor.tmem_freed(warp, range(base, base + count))
 
     return handler
 
@@ -78,7 +81,7 @@ def _free(instruction: Instruction, operands: Operands) -> Handler:
 
 
 def _wait_loads(instruction: Instruction, operands: Operands) -> Handler:
-    return lambda warp, lanes: warp.land_all()
+    return lambda warp, lanes: warp.end_loads()
 
 
 def _wait_stores(instruction: Instruction, operands: Operands) -> Handler:
@@ -90,25 +93,42 @@ def _wait_stores(instruction: Instruction, operands: Operands) -> Handler:
 
 
 class _Window:
-    """The cells that a tcgen05.ld or .st of shape 32x32b names: the quarter of the lanes of its warp, some columns."""
+    """Where a tcgen05.ld or .st finds its fragment: in the quarter of the lanes that its warp reaches."""
 
-    def __init__(self, warp: Warp, lanes: int, address: int, count: int):
+    def __init__(self, warp: Warp, lanes: int, address: int, fragment: Fragment):
         if lanes != ALL_LANES:
             raise MachineFault("tcgen05.ld and .st need all lanes of the warp")
         column, lane, quarter = address & 0xFFFF, address >> 16, warp.index % 4
-        if lane not in (0, QUARTER * quarter):  # some compilers leave 0: the quarter is implied
+        first_rows = range(0, QUARTER, fragment.num_rows)
+        if lane // QUARTER not in (0, quarter) or lane % QUARTER not in first_rows:  # 0: the quarter is implied
             raise MachineFault(
-                f"{warp} reaches lanes {QUARTER * quarter} … {QUARTER * quarter + 31} of tensor "
-                f"memory, the address names lane {lane}"
+                f"{warp} reaches lanes {QUARTER * quarter} … {QUARTER * quarter + 31} of tensor memory, "
+                f"{fragment.num_rows} at a time; the address names lane {lane}"
             )
-        warp.cta.check_tmem(column, count)
-        self.columns, self.quarters = range(column, column + count), range(quarter, quarter + 1)
-        self.cells = warp.cta.tmem[QUARTER * quarter : QUARTER * (quarter + 1), column : column + count]
+        self.warp, self.fragment, self.line = warp, fragment, warp.instruction().line
+        self.memory = warp.cta.tmem.reshape(-1)
+        top = QUARTER * quarter + lane % QUARTER
+        self.first = top * TMEM_COLUMNS + column
+        self.bands = range(top // BAND, (top + fragment.num_rows) // BAND)
+        self.columns = [range(column + each.start, column + each.stop) for each in fragment.columns]
+        for columns in self.columns:
+            warp.cta.check_tmem(columns.start, len(columns))
+
+    def read(self) -> np.ndarray:
+        return self.fragment.read(self.memory, self.first)
+
+    def write(self, values: np.ndarray) -> None:
+        self.fragment.write(self.memory, self.first, values)
+
+    def note(self, *, is_write: bool, state: str = "done") -> None:
+        monitor = self.warp.cta.cluster.monitor
+        for columns in self.columns:
+            monitor.tmem_access(self.warp, self.bands, columns, line=self.line, is_write=is_write, state=state)
 
 
-def _shape(instruction: Instruction) -> None:
-    if "32x32b" not in instruction.words or "pack::16b" in instruction.opcode or "unpack::16b" in instruction.opcode:
-        raise Unsupported(f"{instruction.opcode}: only shape 32x32b without packing")
+def _half_split(instruction: Instruction, place: int) -> int:
+    """immHalfSplitoff of shape 16x32bx2, in columns."""
+    return int(instruction.operands[place], 0) if "16x32bx2" in instruction.words else 0
 
 
 def _load(instruction: Instruction, operands: Operands) -> Handler:
@@ -117,53 +137,61 @@ def _load(instruction: Instruction, operands: Operands) -> Handler:
     Kernels do not follow every load with a wait, because the compiler makes those who use the registers wait. Until the
     load has landed its columns count as being read.
     """
-    _shape(instruction)
-    registers = np.array(operands.registers(instruction.operands[0]))
-    address = operands.shared_address(instruction.operands[1])
+    words, is_reduction = instruction.words, "red" in instruction.words
+    values = operands.registers(instruction.operands[0])
+    moved = fragment(words, len(values), _half_split(instruction, -1))
+    registers = np.array([*values, *([operands.register(instruction.operands[1])] if is_reduction else [])])
+    address = operands.shared_address(instruction.operands[1 + is_reduction])
+
+    def read(window: _Window) -> np.ndarray:
+        cells = window.read()
+        return np.concatenate([cells, reduction(words, cells)[None]]) if is_reduction else cells
 
     def handler(warp: Warp, lanes: int) -> None:
-        engine, monitor = warp.cta.cluster.engine, warp.cta.cluster.monitor
-        window = _Window(warp, lanes, address(warp, first_lane(lanes)), len(registers))
+        engine = warp.cta.cluster.engine
+        window = _Window(warp, lanes, address(warp, first_lane(lanes)), moved)
         warp.mark_written(registers, lanes)
         if engine.delay is None:
-            warp.registers[registers] = window.cells.T
-            monitor.tmem_access(warp, window.quarters, window.columns, is_write=False)
+            warp.registers[registers] = read(window)
+            window.note(is_write=False)
             return
-        sampled = window.cells.T.copy() if engine.rng.random() < EARLY else None
+        sampled = read(window) if engine.rng.random() < EARLY else None
         warp.registers[registers] = UNWRITTEN
-        monitor.tmem_access(warp, window.quarters, window.columns, is_write=False, state="pending")
+        window.note(is_write=False, state="pending")
 
-        def land() -> None:
-            warp.registers[registers] = window.cells.T if sampled is None else sampled
-            monitor.tmem_access(warp, window.quarters, window.columns, is_write=False, state="landing")
+        def deliver() -> None:
+            warp.registers[registers] = read(window) if sampled is None else sampled
 
-        warp.add_pending_load(PendingLoad(registers, land))
+        warp.start_load(PendingLoad(registers, deliver, lambda: window.note(is_write=False, state="landing")))
 
     return handler
 
 
 def _store(instruction: Instruction, operands: Operands) -> Handler:
     """tcgen05.st: cells are written at tcgen05.wait::st at the latest."""
-    _shape(instruction)
     address = operands.shared_address(instruction.operands[0])
-    registers = np.array(operands.registers(instruction.operands[1]))
+    registers = np.array(operands.registers(instruction.operands[-1]))
+    moved = fragment(instruction.words, len(registers), _half_split(instruction, 1))
 
     def handler(warp: Warp, lanes: int) -> None:
-        engine, monitor = warp.cta.cluster.engine, warp.cta.cluster.monitor
-        window = _Window(warp, lanes, address(warp, first_lane(lanes)), len(registers))
-        values = warp.registers[registers].astype(np.uint32).T
-        is_late = engine.delay is not None and engine.rng.random() >= EARLY
-        if is_late:
-            monitor.tmem_access(warp, window.quarters, window.columns, is_write=True, state="pending")
+        engine = warp.cta.cluster.engine
+        window = _Window(warp, lanes, address(warp, first_lane(lanes)), moved)
+        values = warp.registers[registers].astype(np.uint32)
+        if engine.delay is None:
+            window.write(values)
+            window.note(is_write=True)
+            return
+        is_early = engine.rng.random() < EARLY
+        if is_early:
+            window.write(values)
+        window.note(is_write=True, state="pending")
 
         def land() -> None:
-            window.cells[...] = values
-            monitor.tmem_access(warp, window.quarters, window.columns, is_write=True)
+            if not is_early:
+                window.write(values)
+            window.note(is_write=True, state="landing")
 
-        if is_late:
-            warp.pending_stores.append(land)
-        else:
-            land()
+        warp.pending_stores.append(land)
 
     return handler
 
@@ -183,6 +211,7 @@ def _commit(instruction: Instruction, operands: Operands) -> Handler:
             place = address(warp, lane)
             mask = multicast(warp, lane) & 0xFFFF if multicast else 1 << rank_of(place)
             targets = [in_cta(place, rank) for rank in range(16) if mask >> rank & 1]
+            cluster.mbarrier(place, warp)
 
             def arrive(operation: Any, targets: list[int] = targets) -> None:
                 for target in targets:
@@ -227,8 +256,8 @@ def _copy(instruction: Instruction, operands: Operands) -> Handler:
                 operation.shared_read_at(cta.rank, chunks)
                 for first, count, row in _COPIES[shape]:
                     cta.tmem[first : first + count, column : column + num_columns] = words[row : row + count]
-                    quarters = range(first // QUARTER, (first + count) // QUARTER)
-                    operation.tmem_write(cta.rank, quarters, range(column, column + num_columns))
+                    bands = range(first // BAND, (first + count) // BAND)
+                    operation.tmem_write(cta.rank, bands, range(column, column + num_columns))
 
         cluster.engine.submit_tensor(warp, f"tcgen05.cp {shape} to column {column}", copy)
 
@@ -239,14 +268,22 @@ def _multiply(instruction: Instruction, operands: Operands) -> Handler:
     return _Multiply(instruction, operands)
 
 
+_MISSING_FORMS = {
+    "sp": "sparse products", "ws": "weight-stationary products", "block16": "scale factors of 16 elements",
+    "scale_vec::4X": "scale factors of 16 elements",
+}  # fmt: skip
+
+
 class _Multiply:
     """tcgen05.mma: its operands decoded; called for a warp it submits one product."""
 
     def __init__(self, instruction: Instruction, operands: Operands):
         opcode, texts = instruction.opcode, list(instruction.operands)
         kind = re.search(r"kind::(\w+)", opcode)
-        if kind is None or ".sp" in opcode or ".ws" in opcode or "block16" in opcode:
-            raise Unsupported(opcode)
+        if kind is None:
+            raise Unsupported("a product without .kind")
+        if missing := [what for form, what in _MISSING_FORMS.items() if form in instruction.words]:
+            raise Unsupported(f"no {' and no '.join(missing)}")
         self.instruction, self.kind = instruction, kind[1]
         self.d = operands.shared_address(texts.pop(0))
         a = texts.pop(0)
@@ -271,6 +308,7 @@ class _Multiply:
 
         d, shape = product.accumulator & 0xFFFF, product.instruction
         cluster.engine.submit_tensor(warp, f"tcgen05.mma {self.kind} {shape.m}x{shape.n} at column {d}", multiply)
+        cluster.monitor.note_product(warp, self.kind, shape.m, shape.n, d)
         cluster.grid.num_mma += 1
 
     def product(self, warp: Warp, lane: int) -> MatrixProduct:
@@ -298,5 +336,4 @@ def _record(operation: Any, footprint: Footprint, ctas: list[CTA]) -> None:
         (footprint.tensor_writes, operation.tmem_write),
     ):
         for access in accesses:
-            quarters = range(access.quarter, access.quarter + access.quarters)
-            note(ctas[access.cta].rank, quarters, range(access.column, access.column + access.columns))
+            note(ctas[access.cta].rank, access.bands, range(access.column, access.column + access.columns))

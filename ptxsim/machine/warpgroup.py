@@ -202,8 +202,8 @@ class Member:
             raise MachineFault("wgmma reads registers that were never written")
         used = np.concatenate([d[self._results[d] == 0], a])
         if self._fenced is None or (self._fenced[used] != warp.registers[used]).any():
-            message = f"a wgmma of {warp} uses registers that changed behind the last wgmma.fence"
-            warp.cta.cluster.grid.note(NO_FENCE, message, warp.instruction().line)
+            message = "a wgmma uses registers that changed behind the last wgmma.fence"
+            warp.cta.cluster.grid.note(NO_FENCE, message, str(warp), warp.instruction().line)
 
     def check_use(self, registers: Sequence[int]) -> None:
         """Report if an instruction, which is no wgmma, names accumulators that are out of reach."""
@@ -214,10 +214,10 @@ class Member:
     def report_use(self, register: int) -> None:
         """A register was used too early; it is reported once for each product."""
         names = {number: name for name, number in self.warp.program.registers.items()}
-        use = "names accumulator" if self._results[register] else "writes operand"
-        message = f"{self.warp} {use} {names.get(register, register)} of a wgmma that no wgmma.wait_group has completed"
+        use = "named accumulator" if self._results[register] else "written operand"
+        message = f"{use} {names.get(register, register)} of a wgmma that no wgmma.wait_group has completed"
         self._reserved[register] = 0
-        self.warp.cta.cluster.grid.note(EARLY_USE, message, self.warp.instruction().line)
+        self.warp.cta.cluster.grid.note(EARLY_USE, message, str(self.warp), self.warp.instruction().line)
 
     # --------------------------------------------------------------------------------------------- waiting
 

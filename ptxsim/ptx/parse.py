@@ -6,6 +6,7 @@ it declares registers in the function's own scope; and braces also delimit vecto
 that a scope's brace starts a statement.
 """
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -72,7 +73,7 @@ class Kernel:
     """A parsed entry."""
 
     name: str
-    parameters: list[Parameter]
+    parameters: tuple[Parameter, ...]
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)  # label → index of the instruction behind it
     wide_registers: set[str] = field(default_factory=set)  # of 128 bits
@@ -82,24 +83,37 @@ class Kernel:
     local_bytes: int = 0
 
 
+_PARAMETER = re.compile(
+    r"\.param\s+(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>\w+)\s+"
+    r"(?:\.ptr(?:\s+\.(?:const|global|local|shared))?(?:\s+\.align\s+\d+)?\s+)?"  # says where a pointer points
+    r"(?P<name>[\w$]+)\s*(?:\[\s*(?P<count>\d+)\s*\])?"
+)
+
+
 def entry_names(ptx: str) -> list[str]:
-    return re.findall(r"\.entry\s+([\w$]+)\s*\(", ptx)
+    """The kernels of a module."""
+    return re.findall(r"\.entry\s+([\w$]+)", ptx)
 
 
-def parse_parameters(ptx: str, entry: str) -> list[Parameter]:
-    """The parameters of an entry, laid out as the ISA says: each at the next multiple of its alignment."""
-    parameters, offset = [], 0
-    header = _entry(ptx, entry)
-    for declaration in re.findall(r"\.param\s+([^,\n]+)", ptx[header.end() : ptx.index(")", header.end())]):
-        words = declaration.split()
-        size = next(TYPE_BITS[word[1:]] // 8 for word in words if word[1:] in TYPE_BITS)
-        align = max(size, int(words[words.index(".align") + 1]) if ".align" in words else 1)
-        array = re.fullmatch(r"(\S+)\[(\d+)\]", words[-1])
-        name, size = (array[1], size * int(array[2])) if array else (words[-1], size)
-        offset = -(-offset // align) * align
-        parameters.append(Parameter(name, offset, size))
-        offset += size
-    return parameters
+@functools.lru_cache(maxsize=256)
+def parse_parameters(ptx: str, entry: str) -> tuple[Parameter, ...]:
+    """The parameters of an entry, laid out as the ISA says: each at the next multiple of its alignment.
+
+    Raises:
+        KeyError: no such entry.    PTXSyntaxError: a declaration of an unknown form.
+    """
+    parameters, end = [], 0
+    text = _without_comments(_entry(ptx, entry)["parameters"] or "")
+    for declaration in filter(None, map(str.strip, text.split(","))):
+        found = _PARAMETER.fullmatch(declaration)
+        if found is None or found["type"] not in TYPE_BITS:
+            raise PTXSyntaxError(f"kernel {entry}: can't read the parameter declaration {declaration!r}")
+        element = TYPE_BITS[found["type"]] // 8
+        align = max(int(found["align"] or 1), element)
+        offset = -(-end // align) * align
+        end = offset + element * int(found["count"] or 1)
+        parameters.append(Parameter(found["name"], offset, end - offset))
+    return tuple(parameters)
 
 
 def parse_kernel(ptx: str, entry: str) -> Kernel:
@@ -109,9 +123,9 @@ def parse_kernel(ptx: str, entry: str) -> Kernel:
         KeyError: no such entry.    PTXSyntaxError: braces that do not match.
     """
     header = _entry(ptx, entry)
-    begin = ptx.index("{", ptx.index(")", header.end()))
+    begin = ptx.index("{", header.end())
     end = _matching_brace(ptx, begin)
-    body = re.sub(r"//[^\n]*", "", ptx[begin + 1 : end])
+    body = _without_comments(ptx[begin + 1 : end])
     body = re.sub(r"^(\s*\.loc\s[^\n;]*)$", r"\1;", body, flags=re.M)  # the only directive that ends with its line
     kernel = Kernel(entry, parse_parameters(ptx, entry), shared=_shared_symbols(ptx))
     _Body(kernel, dict(re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', ptx))).read(body, ptx.count("\n", 0, begin) + 1)
@@ -131,10 +145,14 @@ def split_operands(text: str) -> list[str]:
     return [*operands, current.strip()] if current.strip() else operands
 
 
+def _without_comments(text: str) -> str:
+    return re.sub(r"//[^\n]*|/\*.*?\*/", lambda comment: "\n" * comment[0].count("\n"), text, flags=re.S)
+
+
 def _entry(ptx: str, entry: str) -> re.Match[str]:
-    found = re.search(r"\.entry\s+" + re.escape(entry) + r"\s*\(", ptx)
+    found = re.search(rf"\.entry\s+{re.escape(entry)}(?![\w$])(?:\s*\((?P<parameters>[^)]*)\))?", ptx)
     if found is None:
-        raise KeyError(f"no entry {entry}; the PTX has {entry_names(ptx)}")
+        raise KeyError(f"no .entry {entry} in the PTX; it has {', '.join(entry_names(ptx)) or 'none'}")
     return found
 
 
@@ -198,6 +216,7 @@ class _Body:
             while label := _LABEL.match(text):
                 self.declared[scopes[-1]].add(label[1])
                 yield _Statement(tuple(scopes), label[1], line, source, is_label=True)
+                line += text.count("\n", 0, label.end())
                 text = text[label.end() :]
             if text.startswith(".reg"):
                 self._declare(scopes[-1], text)

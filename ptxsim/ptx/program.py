@@ -160,7 +160,7 @@ class Program:
             raise Unsupported("no semantics for this form")
         self._expressions[index] = text
         row["d"], row["writes"] = self.register(target), D
-        row["is_selection"] = instruction.words[0] == "selp"
+        row["is_selection"], row["is_move"] = instruction.words[0] == "selp", instruction.words[0] == "mov"
         for slot, (name, source) in enumerate(zip("abc", sources, strict=False), 1):
             row[name] = self.register(source)
             row["reads"] |= 1 << slot
@@ -192,7 +192,7 @@ class Program:
         if width == 128:
             self._move128(row, instruction)
             return
-        row["op"], row["count"] = OPCODE["UNPACK" if is_unpack else "PACK"], len(registers)
+        row["op"], row["count"], row["is_move"] = OPCODE["UNPACK" if is_unpack else "PACK"], len(registers), True
         row["immediate"] = width // len(registers)
         row["vector"][: len(registers)] = registers
         slots = ((1 << len(registers)) - 1) << 4
@@ -208,7 +208,7 @@ class Program:
             return [self.register(operand), self.register(operand) + 1]
 
         target, source = instruction.operands
-        row["op"], row["count"] = OPCODE["MOVE128"], 4
+        row["op"], row["count"], row["is_move"] = OPCODE["MOVE128"], 4, True
         row["vector"][:4] = halves(source) + halves(target)
         row["reads"], row["writes"] = 0b11 << 4, 0b11 << 6
 

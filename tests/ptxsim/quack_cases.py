@@ -128,15 +128,18 @@ def mxfp8_gemm_varlen_k(lengths: list[int], m: int, n: int, **options) -> ptxsim
 
 
 def bf16_gemm(
-    m: int, n: int, k: int, tile: tuple[int, int], cluster: tuple[int, int], *, is_transposed: bool = False, **options
-) -> ptxsim.simulate:
-    """D = A Bᵀ in bf16; is_transposed: A m-major, B n-major."""
+    m: int, n: int, k: int, tile: tuple[int, int], cluster: tuple[int, int], *, is_transposed: bool = False,
+    is_out_transposed: bool = False, **options,
+) -> ptxsim.simulate:  # fmt: skip
+    """D = A Bᵀ in bf16; is_transposed: A m-major, B n-major; is_out_transposed: D m-major."""
     torch.manual_seed(0)
     if is_transposed:
         a, b = (torch.randn(1, k, rows).bfloat16().transpose(1, 2) for rows in (m, n))
     else:
         a, b = (torch.randn(1, rows, k).bfloat16() for rows in (m, n))
     out = torch.full((1, m, n), float("nan"), dtype=torch.bfloat16)
+    if is_out_transposed:
+        out = out.mT.contiguous().mT
     with ptxsim.simulate(**options) as simulation:
         gemm(a, b, out, None, None, *tile, *cluster)
     assert_rounded_once(out[0], a[0].double() @ b[0].double().T)

@@ -28,8 +28,9 @@ from cutlass.memory import SmemAllocator  # noqa: E402
 from ptxsim.host import artifacts, binding, frameworks  # noqa: E402
 from ptxsim.host.artifacts import PtxNotFound  # noqa: E402
 from ptxsim.host.device import Device  # noqa: E402
-from ptxsim.host.launches import Launch, entry_names, parse_params  # noqa: E402
+from ptxsim.host.launches import Launch  # noqa: E402
 from ptxsim.host.session import HostSession, LaunchOutsideSession  # noqa: E402
+from ptxsim.ptx.parse import entry_names, parse_parameters  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TVM_FFI = "--enable-tvm-ffi"
@@ -53,7 +54,7 @@ def recorded(launches: list[Launch], arch: str = "sm_100a", num_sms: int = 4) ->
 def check(launch: Launch) -> None:
     """The PTX holds the kernel, and every parameter has the declared size."""
     assert launch.kernel in entry_names(launch.ptx)
-    sizes = {param.name: param.size for param in parse_params(launch.ptx, launch.kernel)}
+    sizes = {each.name: each.size for each in parse_parameters(launch.ptx, launch.kernel)}
     assert {name: len(content) for name, content in launch.params.items()} == sizes
 
 

@@ -20,8 +20,9 @@ import cutlass.cute as cute  # noqa: E402
 
 from ptxsim.host import binding, build, frameworks  # noqa: E402
 from ptxsim.host.device import Device  # noqa: E402
-from ptxsim.host.launches import LaunchConfig, LaunchError, LaunchShape, Param, entry_names, parse_params  # noqa: E402
+from ptxsim.host.launches import LaunchConfig, LaunchError, LaunchShape  # noqa: E402
 from ptxsim.host.objects import elf_files, rename_undefined  # noqa: E402
+from ptxsim.ptx.parse import Parameter, PTXSyntaxError, entry_names, parse_parameters  # noqa: E402
 
 pytestmark = pytest.mark.ptxsim
 
@@ -86,18 +87,18 @@ PTX = """
 
 def test_parameters_of_a_kernel() -> None:
     assert entry_names(PTX) == ["first", "first_and_more"]
-    assert parse_params(PTX, "first_and_more") == []
-    assert parse_params(PTX, "first") == [
-        Param("first_param_0", 0, 128, 64),
-        Param("first_param_1", 128, 8, 8),
-        Param("first_param_2", 136, 4, 4),
-        Param("first_param_3", 144, 12, 8),
-        Param("first_param_4", 156, 1, 1),
-    ]
-    with pytest.raises(LaunchError, match="no .entry second in the PTX; it has first, first_and_more"):
-        parse_params(PTX, "second")
-    with pytest.raises(LaunchError, match="can't read the parameter declaration '.param .texref t'"):
-        parse_params(".entry k( .param .texref t ) { ret; }", "k")
+    assert parse_parameters(PTX, "first_and_more") == ()
+    assert parse_parameters(PTX, "first") == (
+        Parameter("first_param_0", 0, 128),
+        Parameter("first_param_1", 128, 8),
+        Parameter("first_param_2", 136, 4),
+        Parameter("first_param_3", 144, 12),
+        Parameter("first_param_4", 156, 1),
+    )
+    with pytest.raises(KeyError, match="no .entry second in the PTX; it has first, first_and_more"):
+        parse_parameters(PTX, "second")
+    with pytest.raises(PTXSyntaxError, match="can't read the parameter declaration '.param .texref t'"):
+        parse_parameters(".entry k( .param .texref t ) { ret; }", "k")
 
 
 def compiled_object(source: str, folder: Path) -> bytes:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from ptx_kernels import run
+from ptx_kernels import kernel_text, run
 
 from ptxsim import Deadlock, Options
 from ptxsim.checks.monitor import Monitor
@@ -118,10 +118,40 @@ def test_what_is_missing_in_a_copy_is_found(removed, kind):
     assert any(kind in kinds for kinds in found)
 
 
+def test_findings_at_exit_name_the_instruction():
+    body = "mov.u32 %r1, dynamic;\ntcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32;\nret;"
+    line = kernel_text(body, []).partition("tcgen05.alloc")[0].count("\n") + 1
+    said = [str(finding) for finding in run(body, shared_bytes=1024, options=checked()).findings]
+    message = "leak: CTA (0, 0, 0) exits with 32 columns of tensor memory allocated from 0"
+    assert said == [f"{message}: tcgen05.alloc at PTX line {line}"]
+    body = COPY.replace("cp.async.bulk.wait_group 0;", "")
+    grid = run(body, *np.zeros((2, 256), np.uint32), block=(256, 1, 1), shared_bytes=4096, options=checked((20_000, 0)))
+    line = kernel_text(body, [0, 0]).partition("cp.async.bulk.global")[0].count("\n") + 1
+    message = "in flight at exit: CTA (0, 0, 0) exits while 1 operations are under way, the first"
+    assert [str(finding) for finding in grid.findings] == [f"{message}: bulk store at PTX line {line}"]
+
+
 @pytest.mark.parametrize("expected, message", [(2048, "1024 bytes missing"), (512, "-512 bytes missing")])
 def test_wrong_byte_counts_are_deadlocks_that_name_the_barrier(expected, message):
     with pytest.raises(Deadlock, match=message):
         copy(COPY.replace("[%r1], 1024;\n", f"[%r1], {expected};\n", 1), checked())
+
+
+POLL = COPY.replace("try_wait", "test_wait")
+
+
+@pytest.mark.parametrize("order", ORDERS[:4], ids=str)
+def test_polling_for_a_copy(order):
+    assert copy(POLL, checked(order)) == (True, [])
+
+
+@pytest.mark.parametrize("delay", [None, 800])
+def test_polling_for_what_never_comes_is_a_deadlock(delay, monkeypatch):
+    """One byte too many is expected; every thread polls the barrier without sleeping."""
+    monkeypatch.setattr("ptxsim.machine.grid.IDLE_ROUNDS", 2000)
+    body = POLL.replace("[%r1], 1024;\n", "[%r1], 1025;\n", 1)
+    with pytest.raises(Deadlock, match=r"waits for parity 0 of mbarrier at shared 0x400 \(.* 1 bytes missing\)"):
+        copy(body, checked((delay, 0)))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +166,15 @@ def test_wrong_byte_counts_are_deadlocks_that_name_the_barrier(expected, message
      ("mov.u64 %rd1, 0x123456789000; st.global.b32 [%rd1], 1; ret;", MachineFault, "outside every known tensor"),
      ("add.u32 %r2, %r1, 1; setp.eq.u32 %p1, %r2, 0; @%p1 bra L; L: ret;", MachineFault, r"never written \(%p1\)"),
      ("trap;", RuntimeError, "trap"), ("frobnicate.b32 %r1, %r2; ret;", Unsupported, "frobnicate"),
-     ("tcgen05.mma.ws.kind::f16 [%r1], %rd1, %rd2, %r2, %p1;", Unsupported, "ws")],
+     ("tcgen05.mma.ws.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r2, %p1;", Unsupported,
+      "mma.ws.*: no weight-stationary products"),
+     ("tcgen05.mma.sp.cta_group::1.kind::f16 [%r1], %rd1, %rd2, [%r3], %r2, %p1;", Unsupported,
+      "mma.sp.*: no sparse products"),
+     ("tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16 [%r1], %rd1, %rd2, %r2, [%r3], [%r4], %p1;",
+      Unsupported, "block16.*: no scale factors of 16 elements"),
+     ("tcgen05.mma.cta_group::1.kind::mxf4.block_scale.block32 [%r1], %rd1, %rd2, %r2, [%r3], [%r4], %p1;",
+      NotImplementedError, "tcgen05.mma of kind 'mxf4'; supported: "),
+     ("tcgen05.shift.cta_group::1.down [%r1];", Unsupported, "tcgen05.shift")],
     ids=lambda value: value.split()[0] if isinstance(value, str) else None,
 )  # fmt: skip
 def test_faults_name_the_place(body, error, message):

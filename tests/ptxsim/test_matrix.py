@@ -426,10 +426,10 @@ def test_infinities_and_nan() -> None:
 
 
 def cells_of(accesses: tuple, num_ctas: int) -> np.ndarray:
-    """→ how often each cell occurs, int [CTAs, 4 quarters, 512 columns]"""
-    counts = np.zeros((num_ctas, 4, 512), int)
-    for cta, quarter, quarters, column, columns in accesses:
-        counts[cta, quarter : quarter + quarters, column : column + columns] += 1
+    """→ how often each cell occurs, int [CTAs, 8 bands of lanes, 512 columns]"""
+    counts = np.zeros((num_ctas, 8, 512), int)
+    for cta, bands, column, columns in accesses:
+        counts[cta, list(bands), column : column + columns] += 1
     return counts
 
 
@@ -446,7 +446,7 @@ def test_footprint(m: int, num_ctas: int, columns: int, a_column: int | None) ->
         offsets = np.concatenate([access.offsets for access in found.shared_reads if access.cta == index])
         assert sorted(offsets.tolist()) == sorted(stage.chunks[index])
     rows = m // num_ctas
-    written, read = (np.zeros((num_ctas, 4, 512), int) for _ in range(2))
+    written, read = (np.zeros((num_ctas, 8, 512), int) for _ in range(2))
     written[:, :, 8 : 8 + columns] = 1
     read[:, :, 300 : 300 + rows // 32] += 1
     read[:, :, 310 : 310 + columns // 32] += 1

@@ -112,6 +112,10 @@ GEMM_FAULTS = {
         Plant(WAIT.replace("[^;]*", r"\S* (P1), [^;]*"), r"setp.eq.u32 \1, 0, 0", which=-1, before=r"tcgen05\.cp"),
         "finding", "race: a read is not ordered behind a write of shared memory", r"tcgen05\.cp", TENSOR_LOAD,
     ),
+    "wait for tensor loads": (
+        Plant(r"tcgen05\.wait::ld[^;]*"),
+        "finding", "race: a write is not ordered behind a read of tensor memory", r"tcgen05\.mma",
+    ),
     "named barrier": (
         Plant(r"bar\.sync\s+1, 128"),
         "finding", "race: a write is not ordered behind a read of shared memory.*bulk stores", r"st\.shared",
@@ -127,7 +131,7 @@ GEMM_FAULTS = {
     ),
     "scale factor id": (
         Plant(r"or\.b32(\s+%r\d+, %r\d+), %r\d+;(?=\s*tcgen05\.mma)", r"or.b32\1, 0;", which=1),
-        "fault", "scale factors of A have id 1 in their address and 0 in the instruction descriptor",
+        "fault", "scale factors of A have id 1 in their address and 0 in the instruction descriptor", r"tcgen05\.mma",
     ),
     "too many bytes": (
         Plant(r", 33792;", ", 34816;"),
@@ -150,11 +154,12 @@ GEMM_FAULTS = {
     ),
     "exit with stores in flight": (
         Plant(r"cp\.async\.bulk\.wait_group\.read\s+0"),
-        "finding", r"in flight at exit: CTA \(0, 0, 0\) exits while \d operations are under way, the first tensor",
+        "finding", r"in flight at exit: CTA \(0, 0, 0\) exits while \d operations are under way, the first: tensor",
         TENSOR_STORE,
     ),
     "tensor memory not freed": (
-        Plant(r"tcgen05\.dealloc[^;]*"), "finding", r"leak: CTA \(0, 0, 0\) exits with tensor memory allocated"
+        Plant(r"tcgen05\.dealloc[^;]*"),
+        "finding", r"leak: CTA \(0, 0, 0\) exits with 512 columns of tensor memory allocated", r"tcgen05\.alloc",
     ),
     "store outside shared memory": (
         Plant(r"(st\.shared\.v4\.b32\s+)\[(%r\d+)\]", rf"\1[\2+{OUTSIDE}]", which=1),
@@ -296,9 +301,20 @@ def test_barrier_that_guards_initialisation_is_missing() -> None:
     assert f"PTX line {line_of(body, 'try_wait')}" in "".join(raised.value.__notes__)
 
 
+def test_barrier_that_is_there_in_time_by_chance() -> None:
+    """In a fixed order of warps the initialisation comes first; that nothing orders it is a finding all the same."""
+    body, source, target = bulk_copy(first=""), np.arange(256, dtype=np.uint32), np.zeros(256, np.uint32)
+    options = Options(monitor=Monitor)
+    grid = ptx_kernels.run(body, source, target, options=options, block=(256, 1, 1), shared_bytes=4096)
+    said = [str(finding) for finding in grid.findings]
+    assert any("an mbarrier is used without order behind its initialisation" in text for text in said)
+    assert any(f"at PTX line {line_of(body, 'try_wait')} against warp 0" in text for text in said)
+
+
 def through_tensor_memory(
-    wait_for_store: str = "tcgen05.wait::st.sync.aligned;", wait_for_load: str = "tcgen05.wait::ld.sync.aligned;"
-) -> str:
+    wait_for_store: str = "tcgen05.wait::st.sync.aligned;", wait_for_load: str = "tcgen05.wait::ld.sync.aligned;",
+    before_free: str = "",
+) -> str:  # fmt: skip
     """Every lane stores its number, loads it back, and stores something else in its place."""
     return f"""
         mov.u32 %r1, dynamic;
@@ -315,6 +331,7 @@ def through_tensor_memory(
         mul.wide.u32 %rd2, %r2, 4;
         add.s64 %rd3, %rd1, %rd2;
         st.global.b32 [%rd3], %r4;
+        {before_free}
         tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r3, 32;
         ret;
     """
@@ -328,10 +345,11 @@ def test_tensor_memory_is_silent() -> None:
 
 def test_wait_for_a_tensor_store_is_missing() -> None:
     body, out = through_tensor_memory(""), np.zeros(32, np.uint32)
-    said = "\n".join(finding for seed in range(8) for finding in run(body, out, seed=seed, shared_bytes=1024))
-    assert "race: a read is not ordered behind a write of tensor memory" in said
-    for code in ("tcgen05.ld", "tcgen05.st"):
-        assert f"PTX line {line_of(body, code, 1)}" in said
+    for seed in SEEDS:
+        said = "\n".join(run(body, out, seed=seed, shared_bytes=1024))
+        assert "race: a read is not ordered behind a write of tensor memory" in said
+        for code in ("tcgen05.ld", "tcgen05.st"):
+            assert f"PTX line {line_of(body, code, 1)}" in said
 
 
 def test_wait_for_a_tensor_load_is_missing() -> None:
@@ -341,6 +359,22 @@ def test_wait_for_a_tensor_load_is_missing() -> None:
         said = "\n".join(run(body, out, seed=seed, shared_bytes=1024))
         assert "race: a write is not ordered behind a read of tensor memory" in said
         assert f"PTX line {line_of(body, '// again', 1)}" in said
+
+
+def test_columns_are_freed_while_a_load_reads_them() -> None:
+    body = through_tensor_memory(before_free="tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r5}, [%r3];")
+    for seed in SEEDS:
+        said = "\n".join(run(body, np.zeros(32, np.uint32), seed=seed, shared_bytes=1024))
+        assert "race: a write is not ordered behind a read of tensor memory" in said
+        assert f"PTX line {line_of(body, 'tcgen05.dealloc', 1)}" in said
+
+
+def test_a_move_does_not_wait_for_a_load() -> None:
+    """ptxas makes moves other names of the registers that a load fills; arithmetic waits."""
+    move, add = "mov.b64 %rd5, {%r4, %r4};", "add.s32 %r5, %r4, %r4;"
+    for use, is_silent in ((move, False), (add, True), (move + "add.s64 %rd6, %rd5, %rd5;", True)):
+        body = through_tensor_memory(wait_for_load=use)
+        assert (run(body, np.zeros(32, np.uint32), seed=0, shared_bytes=1024) == []) == is_silent
 
 
 def exchange(barrier: str) -> Callable[[int], list[str]]:
@@ -376,19 +410,16 @@ def test_register_that_was_never_written() -> None:
     assert f"PTX line {line_of(body, 'st.shared', 0)}" in str(raised.value)
 
 
-@pytest.mark.xfail(reason="the parser gives it the label's line", strict=True)
-def test_line_behind_a_label() -> None:
-    """An instruction behind a label has its own line, not the label's."""
-    body = "mov.u32 %r1, dynamic;\nHERE:\nst.shared.b32 [%r1], %r2;\nret;"
+@pytest.mark.parametrize("between", ["HERE:\n", "HERE:\n  THERE: // both\n\n", "HERE: /* of\ntwo lines; */\n"])
+def test_line_behind_a_label(between: str) -> None:
+    """An instruction behind labels has its own line, not theirs."""
+    body = f"mov.u32 %r1, dynamic;\n{between}st.shared.b32 [%r1], %r2;\nret;"
     with pytest.raises(RuntimeError) as raised:
         run(body, shared_bytes=1024)
     assert f"PTX line {line_of(body, 'st.shared', 0)}" in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "delay",
-    [None, pytest.param(3000, marks=pytest.mark.xfail(reason="a late operation's fault names no line", strict=True))],
-)
+@pytest.mark.parametrize("delay", [None, 3000])
 def test_fault_of_an_asynchronous_operation_names_its_instruction(delay: int | None) -> None:
     """Whether a copy fails where it is issued or later, when it completes: here beyond the shared window."""
     body = bulk_copy().replace("[%r1+1536]", f"[%r1+{OUTSIDE}]")
