@@ -1,4 +1,4 @@
-"""Command line: `python -m ptxsim {mutate,report,forms} …`."""
+"""Command line: `python -m ptxsim {mutate,report,forms,timeline} …`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import sys
 from collections.abc import Sequence
 
 from ptxsim import forms, mutate, report
+from ptxsim.timeline import command as timeline
 
 COMMANDS = {
     "mutate": (mutate, "take every wait, fence and barrier out of a kernel in turn, and see what a test notices"),
     "report": (report, "what a kernel consists of, without running it"),
     "forms": (forms, "the arithmetic forms that are supported, each with a test vector"),
+    "timeline": (timeline, "when each warp and unit is busy, what waits for what, and the speed predicted for a chip"),
 }
 
 

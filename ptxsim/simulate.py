@@ -38,6 +38,7 @@ class simulate:
         suppressions: findings that are none.
         patch: (PTX, kernel name) → PTX, to plant faults.
         timeline: keep a trace of the longest cluster of each launch in `traces`, for `ptxsim.timeline`; runs unchecked.
+            A list instead of True gets the traces too.
         options: fields of `Options` by name, over what `checks` chooses.
     """
 
@@ -45,13 +46,14 @@ class simulate:
         self, arch: str = "sm_100a", num_sms: int = 2, *, seed: int = 0, checks: bool = True,
         check_bounds: bool = False,
         suppressions: Sequence[Suppression] = (), patch: Callable[[str, str], str] | None = None,
-        timeline: bool = False, **options: object,
+        timeline: bool | list[Trace] = False, **options: object,
     ):  # fmt: skip
         if arch not in ARCHITECTURES:
             raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
-        chosen = CHECKED if checks and not timeline else Options()
+        self.is_traced = timeline is not False
+        self.traces: list[Trace] = timeline if isinstance(timeline, list) else []
+        chosen = CHECKED if checks and not self.is_traced else Options()
         self.options = replace(chosen, seed=seed, **options)  # type: ignore[arg-type]
-        self.timeline, self.traces = timeline, list[Trace]()
         self.num_sms, self.check_bounds, self.patch = num_sms, check_bounds, patch
         self.suppressions = list(suppressions)
         self.launches: list[Grid] = []
@@ -73,12 +75,12 @@ class simulate:
         if self.check_bounds:
             options = replace(options, global_ranges=tuple(self._session.tensor_ranges()))
         capture = Capture()
-        if self.timeline:
+        if self.is_traced:
             options = replace(options, delay=None, monitor=capture)
         grid = Grid(load_program(ptx, launch.kernel), launch, options, self.num_sms)
         try:
             grid.run()
-            if self.timeline:
+            if self.is_traced:
                 self.traces.append(capture.take(launch, ptx))
         finally:
             self.launches.append(grid)

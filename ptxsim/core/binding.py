@@ -63,8 +63,8 @@ class WarpState(ctypes.Structure):
         ("executed", ctypes.c_uint64), ("fault", ctypes.c_uint32), ("touched", ctypes.c_uint32),
         ("fault_address", ctypes.c_uint64), ("num_pending", ctypes.c_uint32),
         ("pending", ctypes.c_void_p), ("written", ctypes.c_void_p), ("reserved", ctypes.c_void_p),
-        ("local", ctypes.c_void_p), ("local_size", ctypes.c_uint64), ("trace", ctypes.c_void_p), ("trace_count", ctypes.c_uint64),
-        ("trace_capacity", ctypes.c_uint64),
+        ("local", ctypes.c_void_p), ("local_size", ctypes.c_uint64),
+        ("trace", ctypes.c_void_p), ("trace_count", ctypes.c_uint64), ("trace_capacity", ctypes.c_uint64),
     ]  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ptxsim.ptx.parse import Kernel, parse_kernel
 from ptxsim.timeline import units
 from ptxsim.timeline.replay import ON_BARRIER, PARTITIONS, Result
 from ptxsim.timeline.trace import EXECUTED, Kind
@@ -16,7 +15,8 @@ STEADY = (0.35, 0.75)  # of the products of the leading CTA: between fill and dr
 CONTRACTION = np.array([16, 8, 32, 64])  # elements of one instruction, by product format
 RATES = ("tensor_rate_16bit", "tensor_rate_tf32", "tensor_rate_8bit", "tensor_rate_4bit")
 FULL_ROWS = 128  # that the tensor core of one SM works on at once, whatever M is; a pair splits N where M is small
-LONGEST_PERIOD = 512
+LONGEST_PERIOD = 512  # products of a step
+LEAST_PRODUCTS = 32  # that the time of a step is measured over
 LEAST_AGREEMENT, TOLERANCE = 0.85, 0.02  # share of products that equal the one a period before: tiles begin and end
 WARPGROUP = 4
 
@@ -39,7 +39,6 @@ class Analysis:
 
     def __init__(self, result: Result):
         self.result, self.timeline = result, result.timeline
-        self.kernel: Kernel = parse_kernel(result.timeline.trace.ptx, result.timeline.trace.kernel)
         self.products = self._products()
         self.steady = self._steady()
         self.period = self._period()
@@ -75,7 +74,19 @@ class Analysis:
 
     @property
     def step_cycles(self) -> float:
-        """Cycles of one repetition of the products' sequence in the steady state; of the whole run without any."""
+        """Cycles of one repetition of the products' sequence, the median of the steady state: the ends of tiles, which
+        long problems have few of, do not count. Of the whole run if nothing repeats."""
+        if not self.period:
+            return self.result.cycles
+        repeats = -(-LEAST_PRODUCTS // self.period)  # short steps come in bursts, as fast as operands allow
+        begin, distance = self.result.begin[self.steady.products], repeats * self.period
+        if distance >= len(begin):
+            return self.mean_step_cycles
+        return float(np.median(begin[distance:] - begin[:-distance])) / repeats
+
+    @property
+    def mean_step_cycles(self) -> float:
+        """The same, on average: with the ends of tiles as often as the traced problem has them."""
         if not self.period:
             return self.result.cycles
         return self.steady.cycles * self.period / len(self.steady.products)
@@ -108,14 +119,19 @@ class Analysis:
 
     @property
     def tensor_share(self) -> float:
-        """Of the tensor core's rate, in the steady state."""
-        return float(self.product_cycles(self.steady.products).sum() / self.steady.cycles)
+        """Of the tensor core's rate, in a step."""
+        return float(self.product_cycles(self.steady.products).sum() / self._cycles_of_steps)
 
     @property
     def tflops(self) -> float:
-        """Of the whole chip in the steady state, every SM busy, at the chip's clock."""
-        flop = self.product_flop(self.steady.products).sum() / self.steady.cycles
+        """Of the whole chip in a step, every SM busy, at the chip's clock."""
+        flop = self.product_flop(self.steady.products).sum() / self._cycles_of_steps
         return float(flop * self.result.chip.num_sms * self.result.chip["clock_ghz"] / 1e3)
+
+    @property
+    def _cycles_of_steps(self) -> float:
+        """Of the steady state if all its steps were the median one."""
+        return self.step_cycles * len(self.steady.products) / self.period if self.period else self.steady.cycles
 
     # -------------------------------------------------------------------------------------------- occupancy
 
@@ -198,9 +214,10 @@ class Analysis:
 
     def where(self, counter: int) -> str:
         """PTX line and, if known, the program's line of a PTX instruction."""
-        if not 0 <= counter < len(self.kernel.instructions):
+        instructions = self.timeline.mapping.kernel.instructions
+        if not 0 <= counter < len(instructions):
             return "?"
-        instruction = self.kernel.instructions[counter]
+        instruction = instructions[counter]
         source = instruction.source or ""
         return f"{instruction.line} {'.'.join(instruction.words[:2])}" + (f" ({source})" if source else "")
 

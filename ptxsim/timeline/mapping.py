@@ -69,6 +69,7 @@ class Mapping:
     places: for each warp int64 [log], the position in the stream that an entry of its log is at, −1 for what is no anchor.
     """
 
+    kernel: Kernel
     code: MachineCode
     streams: list[np.ndarray] = field(default_factory=list)
     places: list[np.ndarray] = field(default_factory=list)
@@ -76,11 +77,11 @@ class Mapping:
     num_jumps: int = 0
 
 
-def map_trace(trace: Trace) -> Mapping:
-    """Assemble a trace's PTX and follow every warp through the machine code."""
-    code = assemble(trace.ptx, trace.kernel)
-    walker = _Walker(parse_kernel(trace.ptx, trace.kernel), code)
-    mapping = Mapping(code)
+def map_trace(trace: Trace, target: str | None = None) -> Mapping:
+    """Assemble a trace's PTX and follow every warp through the machine code. target: instead of the PTX's own."""
+    ptx = trace.ptx if target is None else re.sub(r"^(\s*\.target\s+)\w+", rf"\g<1>{target}", trace.ptx, flags=re.M)
+    kernel, code = parse_kernel(ptx, trace.kernel), assemble(ptx, trace.kernel)
+    walker, mapping = _Walker(kernel, code), Mapping(kernel, code)
     for log in trace.logs:
         stream, places, num_anchors, num_jumps = walker.follow(log)
         mapping.streams.append(stream)

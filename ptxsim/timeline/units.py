@@ -5,6 +5,7 @@ Numbers are names of a chip's parameters (`ptxsim/timeline/chips/`), so that not
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -68,6 +69,7 @@ UNITS: list[tuple[str, Unit]] = [
 ]
 
 
+@functools.lru_cache(maxsize=4096)
 def unit_of(opcode: str) -> Unit:
     """The unit of a machine instruction's opcode."""
     return next(unit for pattern, unit in UNITS if re.match(pattern, opcode))
