@@ -81,7 +81,7 @@ class simulate:
         try:
             grid.run()
             if self.is_traced:
-                self.traces.append(capture.take(launch, ptx))
+                self.traces.append(capture.take(launch.kernel, ptx))
         finally:
             self.launches.append(grid)
             self.findings += [each for each in grid.findings if not any(s.covers(each) for s in self.suppressions)]

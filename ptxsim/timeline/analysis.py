@@ -1,4 +1,4 @@
-"""What a timeline says: the steady state, one step of it, waits by barrier, how busy each unit is, the rate predicted."""
+"""What a timeline says: the steady state and one step of it, waits by barrier, how busy each unit is, the rate."""
 
 from __future__ import annotations
 
@@ -188,7 +188,9 @@ class Analysis:
         """Waits for barriers in a window, the longest first."""
         window = window or self.steady
         rows, counters = self.timeline.operations, self.timeline.counters
-        waited_at = {(int(row["warp"]), int(row["node"])): int(pc) for row, pc in self._of_kind(rows, counters, Kind.WAIT)}
+        waited_at = {
+            (int(row["warp"]), int(row["node"])): int(pc) for row, pc in self._of_kind(rows, counters, Kind.WAIT)
+        }
         arrivals: dict[int, set[int]] = defaultdict(set)
         for row, pc in self._of_kind(rows, counters, Kind.ARRIVE):
             source = int(row["source"])
@@ -200,7 +202,9 @@ class Analysis:
             lost = (self.result.issued[span] - self.result.ready[span])[inside]
             for node, cycles in zip(self.result.blames[span][inside], lost, strict=True):
                 pc = waited_at.get((int(warp), int(node)), -1)
-                row = found.setdefault(pc, WaitRow(self.where(pc), int(self.timeline.trace.labels[node]), window.cycles))
+                row = found.setdefault(
+                    pc, WaitRow(self.where(pc), int(self.timeline.trace.labels[node]), window.cycles)
+                )
                 row.warps.add(int(self.timeline.trace.warps[warp, 1]))
                 row.cycles += float(cycles)
                 row.count += 1
@@ -223,8 +227,8 @@ class Analysis:
 
 
 class WaitRow:
-    """Waits at one PTX instruction. barrier: its shared address or number, −1 unknown; share: of the window, for each of
-    the warps that wait there."""
+    """Waits at one PTX instruction. barrier: its shared address or number, −1 unknown; share: of the window, for each
+    of the warps that wait there."""
 
     def __init__(self, where: str, barrier: int, window_cycles: float):
         self.where, self.barrier, self.window_cycles = where, barrier, window_cycles

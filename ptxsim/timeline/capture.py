@@ -18,7 +18,6 @@ from ptxsim.checks.silent import SilentMonitor
 from ptxsim.timeline.trace import NO_OPERATION, OPERATION, PRODUCT_KINDS, Kind, Trace
 
 if TYPE_CHECKING:
-    from ptxsim.host.launches import Launch
     from ptxsim.machine.cluster import Cluster
     from ptxsim.machine.warp import Warp
     from ptxsim.ptx.parse import Instruction
@@ -210,9 +209,9 @@ class Capture:
         if length > self._length:
             self._best, self._length = monitor, length
 
-    def take(self, launch: Launch, ptx: str) -> Trace:
-        """The trace of the launch that has just run."""
-        best, kernel = self._best, launch.kernel
+    def take(self, kernel: str, ptx: str) -> Trace:
+        """The trace of the launch of a kernel that has just run."""
+        best = self._best
         if best is None:
             raise RuntimeError(f"kernel {kernel} ran no cluster, so there is nothing to trace")
         cluster, logs = best.cluster, best.logs()

@@ -16,7 +16,7 @@ from pathlib import Path
 from ptxsim.mutate import load_case
 from ptxsim.timeline import study
 from ptxsim.timeline.analysis import Analysis
-from ptxsim.timeline.chip import Chip, chip_names, load_chip
+from ptxsim.timeline.parameters import Chip, chip_names, load_chip
 from ptxsim.timeline.replay import Timeline
 from ptxsim.timeline.trace import Trace
 
@@ -73,18 +73,19 @@ def capture(case: str, chip: Chip, launch: int | None = None) -> Trace:
     traces: list[Trace] = []
     load_case(case)({"timeline": traces, "arch": chip.arch})
     if not traces or (launch is not None and not 0 <= launch < len(traces)):
-        raise ValueError(f"launch must be in 0 … {len(traces) - 1}, got {launch}" if traces else f"{case} ran no kernel")
+        raise ValueError(
+            f"launch must be in 0 … {len(traces) - 1}, got {launch}" if traces else f"{case} ran no kernel"
+        )
     return traces[launch] if launch is not None else max(traces, key=lambda trace: trace.num_instructions)
 
 
 def _header(analysis: Analysis) -> str:
     trace, mapping, result = analysis.timeline.trace, analysis.timeline.mapping, analysis.result
-    followed = 1 - mapping.num_jumps / max(mapping.num_anchors + len(trace.logs), 1)
     kind = f"{analysis.period} products a step" if analysis.period else "no repetition: the step is the whole run"
     return (
         f"{trace.kernel[:NAME_WIDTH]}\n{trace.num_ctas} CTAs of {len(trace.logs) // trace.num_ctas} warps; "
         f"{trace.num_instructions:,} PTX, {len(analysis.timeline.streams):,} machine instructions "
-        f"({mapping.code.assembler}, {followed:.2%} of the anchors followed)\n"
+        f"({mapping.code.assembler}, {mapping.followed:.2%} of the anchors followed)\n"
         f"chip {result.chip.name}; {result.cycles:,} cycles, steady step {analysis.step_cycles:.0f} cycles ({kind})"
     )
 
@@ -131,8 +132,10 @@ def _prediction(analysis: Analysis, bands: study.Bands) -> str:
     number = chip.numbers["clock_ghz"]
     span = f", drawn from {number.low} to {number.high}" if number.is_assumed else ""
     lines = ["", "prediction (least / median / greatest over the draws of assumed parameters)", ""]
-    lines.append(f"cycles of a step     {analysis.step_cycles:.0f}  ({bands.step_cycles}); with the ends of tiles "
-                 f"{analysis.mean_step_cycles:.0f}")
+    lines.append(
+        f"cycles of a step     {analysis.step_cycles:.0f}  ({bands.step_cycles}); with the ends of tiles "
+        f"{analysis.mean_step_cycles:.0f}"
+    )
     if len(analysis.products):
         lines.append(f"tensor core's share  {analysis.tensor_share:.3f}  ({bands.tensor_share})")
         lines.append(

@@ -21,6 +21,7 @@ from ptxsim.ptx.parse import Kernel, parse_kernel
 from ptxsim.timeline.machine_code import MachineCode, MachineInstruction, assemble
 from ptxsim.timeline.trace import EXECUTED, Trace
 
+WARPGROUP_PRODUCT = "[HQI]GMMA"
 # PTX opcode → what its machine instruction begins with. The order of these is kept by ptxas.
 ANCHORS = {
     r"mbarrier\.(try|test)_wait": "SYNCS.PHASECHK",
@@ -39,7 +40,7 @@ ANCHORS = {
     r"cp\.async\.(ca|cg)": "LDGSTS",
     r"st\.async": "STAS",
     r"clusterlaunchcontrol\.try_cancel": "UGETNEXTWORKID",
-    r"wgmma\.mma_async": "[HQI]GMMA",
+    r"wgmma\.mma_async": WARPGROUP_PRODUCT,
     r"wgmma\.wait_group": r"WARPGROUP\.DEPBAR",
     r"ldmatrix": "LDSM",
     r"stmatrix": "STSM",
@@ -52,7 +53,7 @@ SLOW_PATH = 6  # instructions that the repetition of a wait has at least
 
 @dataclass(frozen=True)
 class Segment:
-    """Machine instructions [first, end) without a way in or out between; anchor: PTX instruction of the first, or −1."""
+    """Machine instructions [first, end), no way in or out between; anchor: PTX instruction of the first, or −1."""
 
     first: int
     end: int
@@ -66,7 +67,7 @@ class Mapping:
     """Machine instructions that each warp executed.
 
     streams: for each warp uint32 [executed], index of the instruction, with `EXECUTED` unless its guard was false.
-    places: for each warp int64 [log], the position in the stream that an entry of its log is at, −1 for what is no anchor.
+    places: for each warp int64 [log], the position in the stream that an anchor of its log is at, −1 for other entries.
     """
 
     kernel: Kernel
@@ -74,7 +75,13 @@ class Mapping:
     streams: list[np.ndarray] = field(default_factory=list)
     places: list[np.ndarray] = field(default_factory=list)
     num_anchors: int = 0
-    num_jumps: int = 0
+    num_jumps: int = 0  # between anchors, for want of a path
+    num_lost: int = 0  # executed anchors of which the machine code has no trace
+
+    @property
+    def followed(self) -> float:
+        """Share of the executed anchors that were found where they are."""
+        return 1 - (self.num_jumps + self.num_lost) / max(self.num_anchors + self.num_lost + len(self.streams), 1)
 
 
 def map_trace(trace: Trace, target: str | None = None) -> Mapping:
@@ -88,6 +95,7 @@ def map_trace(trace: Trace, target: str | None = None) -> Mapping:
         mapping.places.append(places)
         mapping.num_anchors += num_anchors
         mapping.num_jumps += num_jumps
+        mapping.num_lost += walker.num_lost(log)
     return mapping
 
 
@@ -105,6 +113,7 @@ class _Walker:
         self.patterns = [machine_pattern(instruction.opcode) for instruction in kernel.instructions]
         self.origin = [self._origin(index) for index in range(len(self.code))]
         self._resolve_waits()
+        self._resolve_products()
         self.segments = list(_segments(self.code, self.origin))
         self.images: dict[int, list[int]] = defaultdict(list)
         for number, segment in enumerate(self.segments):
@@ -137,6 +146,15 @@ class _Walker:
                     waits = [each for each in slow if self.code[each].opcode.startswith("SYNCS.PHASECHK")]
                     self.origin[index] = self.origin[waits[0]] if waits else -1
                     break
+
+    def _resolve_products(self) -> None:
+        """The line table has few wgmmas: the others are those that follow the anchor before them in the PTX."""
+        products = [pc for pc, pattern in enumerate(self.patterns) if pattern == WARPGROUP_PRODUCT]
+        last = -1
+        for index, instruction in enumerate(self.code):
+            if re.match(WARPGROUP_PRODUCT, instruction.opcode) and self.origin[index] in (-1, last):
+                self.origin[index] = next((pc for pc in products if pc > last), -1)
+            last = self.origin[index] if self.origin[index] >= 0 else last
 
     def _sources(self, segment: Segment) -> Counter[int]:
         """PTX instructions that a segment comes from; of a line with several the first stands for all."""
@@ -173,6 +191,11 @@ class _Walker:
         stream = np.concatenate(pieces) if pieces else np.zeros(0, np.uint32)
         return stream, places, len(anchors), num_jumps
 
+    def num_lost(self, log: np.ndarray) -> int:
+        """Anchors that a log has executed and the machine code does not show."""
+        lost = [pc for pc, pattern in enumerate(self.patterns) if pattern and pc not in self.images]
+        return int(np.isin(log[log >= EXECUTED] & ~np.uint32(EXECUTED), lost).sum())
+
     def _piece(self, number: int, executed: frozenset[int]) -> np.ndarray:
         segment = self.segments[number]
         key = (number, frozenset(executed & self.sources[number].keys()))
@@ -191,7 +214,7 @@ class _Walker:
         return next((number for number in images if number > at), images[0])
 
     def _path(self, at: int, pc: int, window: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Segments from behind `at` to the anchor `pc` inclusive (−1: to the end of the program); None: there is none."""
+        """Segments from behind `at` up to the anchor `pc` (−1: to the end of the program); None: there are none."""
         key = (at, pc, window)
         if key not in self._paths:
             self._paths[key] = _Search(self, Counter(each for each in window if each in self.visible)).best(at, pc)

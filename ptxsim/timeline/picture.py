@@ -15,7 +15,7 @@ from ptxsim.timeline.replay import ON_BARRIER, ON_SCOREBOARD
 from ptxsim.timeline.trace import EXECUTED, Kind
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (behind the choice of the backend)
+import matplotlib.pyplot as plt  # behind the choice of the backend
 
 COLOURS = {
     "fma": "#4c78a8", "alu": "#f58518", "special": "#e45756", "memory": "#72b7b2", "uniform": "#b279a2",

@@ -11,8 +11,8 @@ import numpy as np
 
 from ptxsim.host.build import build_shared_object
 from ptxsim.timeline import units
-from ptxsim.timeline.chip import Chip
 from ptxsim.timeline.mapping import Mapping, map_trace
+from ptxsim.timeline.parameters import Chip
 from ptxsim.timeline.trace import EXECUTED, Kind, Trace
 
 PARAMETERS = (
@@ -134,5 +134,3 @@ def _library() -> ctypes.CDLL:
     library.replay.argtypes = [pointer] * 4 + [number] * 2 + [pointer, number] + [pointer] * 7
     library.replay.restype = ctypes.c_int64
     return library
-
-

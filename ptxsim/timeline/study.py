@@ -10,8 +10,8 @@ import random
 from dataclasses import dataclass
 
 from ptxsim.timeline.analysis import Analysis
-from ptxsim.timeline.chip import Chip
 from ptxsim.timeline.mapping import map_trace
+from ptxsim.timeline.parameters import Chip
 from ptxsim.timeline.replay import Timeline
 
 DRAWS = 20

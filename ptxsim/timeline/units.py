@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ptxsim.timeline.chip import Chip
 from ptxsim.timeline.machine_code import MachineCode, MachineInstruction
+from ptxsim.timeline.parameters import Chip
 
 PIPES = ("fma", "alu", "special", "memory", "uniform", "async", "branch", "none")
 PLAIN, SHARED_READ, SHARED_WRITE, TMEM_READ, TMEM_WRITE, BRANCH = range(6)

@@ -1,0 +1,363 @@
+"""Timelines: traces, the way from PTX to machine code, times, planted performance faults, predictions."""
+
+import argparse
+import functools
+import itertools
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ptx_kernels import Launch
+from ring_kernel import PRODUCTS, Ring
+
+from benchmarks import hopper_units
+from ptxsim.machine.decode import decode_system
+from ptxsim.machine.grid import Grid
+from ptxsim.ptx.parse import parse_kernel
+from ptxsim.ptx.program import Program
+from ptxsim.simulate import CHECKED
+from ptxsim.timeline import command, machine_code, regression, study
+from ptxsim.timeline.analysis import Analysis
+from ptxsim.timeline.mapping import Mapping
+from ptxsim.timeline.parameters import chip_names, load_chip
+from ptxsim.timeline.replay import PARAMETERS, PARTITIONS, ReplayStuck, Timeline
+from ptxsim.timeline.trace import EXECUTED, Kind, Trace
+
+quack = pytest.importorskip("quack_cases")
+attention = pytest.importorskip("attention_cases")
+pytestmark = pytest.mark.ptxsim
+
+try:
+    machine_code.find_assembler()
+    machine_code.find_disassembler()
+except machine_code.ToolMissing as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+LOAD_BOUND = Ring(stages=4, tile_bytes=16384, n=64)
+PRODUCT_BOUND = Ring(stages=4, tile_bytes=4096, n=128)
+MOST_TIME = 0.05  # that a bound unit may be idle in a steady state
+GOAL = 0.15  # mean absolute error of predictions
+
+
+@functools.cache
+def timeline(ring: Ring) -> Timeline:
+    return Timeline(ring.trace())
+
+
+def analysis(ring: Ring, chip: str = "h200", **changed: float) -> Analysis:
+    return Analysis(timeline(ring).run(load_chip(chip).changed(**changed)))
+
+
+@functools.cache
+def flash() -> Timeline:
+    """FlashAttention-4's forward of 512 tokens: one cluster of two CTAs with four tiles of keys."""
+    simulation = attention.flash_forward([512], is_causal=False, num_sms=148, timeline=True)
+    return Timeline(simulation.traces[0])
+
+
+# ------------------------------------------------------------------------------------------------------- traces
+
+
+def test_a_trace_is_kept_in_one_file(tmp_path: Path) -> None:
+    trace = LOAD_BOUND.trace()
+    trace.save(tmp_path / "trace.npz")
+    again = Trace.load(tmp_path / "trace.npz")
+    assert (again.kernel, again.ptx, again.num_clusters) == (trace.kernel, trace.ptx, 1)
+    assert all(np.array_equal(old, new) for old, new in zip(trace.logs, again.logs, strict=True))
+    assert np.array_equal(trace.operations, again.operations) and np.array_equal(trace.labels, again.labels)
+
+
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "other.npz", text=np.zeros(1))
+    with pytest.raises(ValueError, match="no trace: it lacks labels"):
+        Trace.load(tmp_path / "other.npz")
+
+
+def test_operations_of_a_ring() -> None:
+    trace = LOAD_BOUND.trace()
+    counts = dict(zip(*np.unique(trace.operations["kind"], return_counts=True), strict=True))
+    tiles, warps = LOAD_BOUND.tiles, 4
+    assert counts[Kind.LOAD] == tiles and counts[Kind.WGMMA] == tiles * PRODUCTS * warps
+    loads = trace.operations[trace.operations["kind"] == Kind.LOAD]
+    assert set(loads["count"]) == {LOAD_BOUND.tile_bytes} and set(loads["rank"]) == {0}
+    products = trace.operations[trace.operations["kind"] == Kind.WGMMA]
+    assert {tuple(row) for row in products[["m", "n", "a_in_place"]].tolist()} == {(64, 64, 0)}
+    # the producer's first waits, one for each stage, are for phases that nobody ended
+    assert counts[Kind.WAIT] == tiles * (2 * warps + 1) - LOAD_BOUND.stages + 5  # five warps meet at bar.sync 0
+
+
+def test_nothing_is_kept_unless_asked_for() -> None:
+    simulation = quack.bf16_gemm(128, 128, 64, (128, 128), (1, 1), num_sms=1, checks=False)
+    assert simulation.traces == []
+
+
+def test_a_list_takes_the_traces() -> None:
+    traces: list[Trace] = []
+    quack.bf16_gemm(128, 128, 64, (128, 128), (1, 1), num_sms=1, timeline=traces)
+    assert len(traces) == 1 and traces[0].num_instructions > 0
+
+
+def test_the_longest_cluster_is_kept() -> None:
+    simulation = attention.flash_forward([384], is_causal=True, num_sms=148, timeline=True)
+    trace = simulation.traces[0]
+    executed = simulation.launches[0].executed
+    assert trace.num_clusters > 1
+    assert executed / trace.num_clusters < trace.num_instructions < executed
+
+
+# ------------------------------------------------------------------------------------------------- machine code
+
+
+def test_fields_of_an_encoding() -> None:
+    """UTCHMMA of FlashAttention-4, stall 1, operands read under scoreboard 1; MUFU.EX2 with a result under 2."""
+    text = (
+        '\t//## File ".nv_debug_ptx_txt", line 868\n'
+        "        /*2b60*/              @P1 UTCHMMA.2CTA gdesc[UR56], gdesc[UR4] ;   /* 0x00ff3c04380075ea */\n"
+        "                                                                           /* 0x0003e2000fa0001e */\n"
+        ".L_x_1:\n"
+        '        /*2b70*/                   BRX R2 -0x6e0 (*"BRANCH_TARGETS .L_x_1"*) ; /* 0xfffffff802487949 */\n'
+        "                                                                           /* 0x000fea000383ffff */\n"
+    )
+    product, branch = machine_code._parse(text)
+    assert (product.guard, product.base, product.line, product.stall) == ("@P1", "UTCHMMA", 868, 1)
+    assert (product.write_scoreboard, product.read_scoreboard, product.wait_mask) == (7, 1, 0)
+    assert branch.targets == (1,) and branch.stall == 5 and not branch.may_fall_through
+
+
+def test_ptxas_refuses() -> None:
+    with pytest.raises(machine_code.AssemblyFailed, match="failed with status"):
+        machine_code.assemble(LOAD_BOUND.text().replace("mov.u32 %r1, 0;", "mov.u32 %r1, %nothing;"), "kernel")
+
+
+def executed(trace: Trace, mapping: Mapping) -> tuple[dict[str, int], dict[str, int]]:
+    """How often PTX and machine instructions were executed, by opcode."""
+    ptx, machine = {}, {}
+    kernel = parse_kernel(trace.ptx, trace.kernel)
+    for logs, instructions, counts in (
+        (trace.logs, kernel.instructions, ptx),
+        (mapping.streams, mapping.code.instructions, machine),
+    ):
+        for log in logs:
+            for index in (log[log >= EXECUTED] & ~np.uint32(EXECUTED)).tolist():
+                if index < len(instructions):
+                    counts[instructions[index].opcode] = counts.get(instructions[index].opcode, 0) + 1
+    return ptx, machine
+
+
+SAME_COUNT = {
+    r"ex2": r"MUFU\.EX2", r"fma\.rn\.f32x2": "FFMA2", r"tcgen05\.ld\.": "LDTM", r"tcgen05\.st\.": "STTM",
+    r"tcgen05\.mma": "UTCHMMA", r"tcgen05\.commit": "UTCBAR", r"mbarrier\.try_wait": r"SYNCS\.PHASECHK",
+    r"mbarrier\.arrive": r"SYNCS\.ARRIVE", r"cvt\.rn\.bf16x2": r"F2FP\.BF16",
+    r"cp\.async\.bulk\.tensor.*mbarrier": "UTMALDG",
+}  # fmt: skip
+
+
+def test_machine_code_executed_is_that_of_the_ptx() -> None:
+    """What ptxas can neither drop nor repeat is executed as often as its PTX."""
+    each = flash()
+    ptx, machine = executed(each.trace, each.mapping)
+    for source, target in SAME_COUNT.items():
+        counts = [sum(n for op, n in side.items() if re.match(p, op)) for side, p in ((ptx, source), (machine, target))]
+        assert counts[0] == counts[1] > 0, (source, counts)
+    assert each.mapping.num_lost == 0 and each.mapping.num_jumps <= len(each.trace.logs)
+
+
+def test_every_anchor_of_a_ring_is_found() -> None:
+    mapping = timeline(LOAD_BOUND).mapping
+    assert mapping.num_lost == mapping.num_jumps == 0 and mapping.followed == 1
+
+
+# ------------------------------------------------------------------------------------------------------- times
+
+
+def test_a_replay_repeats() -> None:
+    first, second = (timeline(LOAD_BOUND).run(load_chip("h200")) for _ in range(2))
+    assert np.array_equal(first.issued, second.issued) and np.array_equal(first.end, second.end)
+
+
+def test_issue_times_obey_the_stall_counts() -> None:
+    each = flash()
+    result = each.run(load_chip("b200"))
+    stalls = np.array([max(instruction.stall, 1) for instruction in each.mapping.code.instructions])
+    for warp in range(len(each.lengths)):
+        span = each.span(warp)
+        indices = each.streams[span] & ~np.uint32(EXECUTED)
+        assert (np.diff(result.issued[span]) >= stalls[indices[:-1]]).all()
+
+
+def test_a_scheduler_issues_one_instruction_a_cycle() -> None:
+    each = flash()
+    result = each.run(load_chip("b200"))
+    for rank, partition in itertools.product(range(2), range(PARTITIONS)):
+        warps = np.flatnonzero((each.spans[:, 0] == rank) & (each.spans[:, 1] == partition))
+        times = np.concatenate([result.issued[each.span(warp)] for warp in warps])
+        assert len(np.unique(times)) == len(times)
+
+
+def test_the_bound_unit_sets_the_step() -> None:
+    rate, products = load_chip("h200")["load_rate"], load_chip("h200")["tensor_rate_16bit"]
+    deep = analysis(replace(LOAD_BOUND, stages=8))
+    assert deep.step_cycles * PRODUCTS == pytest.approx(LOAD_BOUND.tile_bytes / rate, rel=MOST_TIME)
+    assert deep.occupancy()["TMA loads"] > 1 - MOST_TIME
+    gemm = quack.bf16_gemm(256, 256, 2048, (256, 256), (2, 1), num_sms=2, timeline=True)
+    result = Analysis(Timeline(gemm.traces[0]).run(load_chip("b200")))
+    assert result.tensor_share > 1 - MOST_TIME
+    half = load_chip("b200").changed(tensor_rate_16bit=products)  # that of Hopper, half as fast
+    slow = Analysis(result.timeline.run(half))
+    assert slow.step_cycles == pytest.approx(2 * result.step_cycles, rel=MOST_TIME)
+
+
+def test_times_of_products_do_not_overlap() -> None:
+    each = Analysis(flash().run(load_chip("b200")))
+    assert (each.result.begin[each.products][1:] >= each.result.end[each.products][:-1]).all()
+
+
+def test_a_trace_that_lacks_an_arrival_is_stuck() -> None:
+    trace = LOAD_BOUND.trace()
+    trace.operations = trace.operations.copy()
+    arrivals = np.flatnonzero((trace.operations["kind"] == Kind.ARRIVE) & (trace.operations["source"] >= 0))
+    broken = Timeline(trace)
+    broken.nodes["remaining"][trace.operations["node"][arrivals[len(arrivals) // 2]]] += 1
+    with pytest.raises(ReplayStuck, match=r"stuck at cycle \d+; \d+ phases are incomplete"):
+        broken.run(load_chip("h200"))
+
+
+# --------------------------------------------------------------------------------------- planted performance faults
+
+
+def test_a_pipeline_too_shallow_shows() -> None:
+    """One stage instead of four: the products wait for loads, and the step takes several times as long."""
+    deep, shallow = analysis(LOAD_BOUND), analysis(replace(LOAD_BOUND, stages=1))
+    assert shallow.step_cycles > 2 * deep.step_cycles
+    row = next(row for row in shallow.waits() if row.warps == {0, 1, 2, 3})
+    assert "mbarrier.try_wait" in row.where and row.barrier == 0x400  # the only full barrier
+    assert any("cp.async" in place for place in row.released_by)
+    before = next(row for row in deep.waits() if row.where.endswith("mbarrier.try_wait") and 0 in row.warps)
+    assert row.share > 2 * before.share
+
+
+def test_a_wait_that_serialises_shows() -> None:
+    """Every product waited for alone: no product runs while the next one is issued."""
+    free, serial = analysis(PRODUCT_BOUND), analysis(replace(PRODUCT_BOUND, waits_each=True))
+    assert serial.step_cycles > 1.2 * free.step_cycles
+    waits = [row for row in serial.waits() if "wgmma.wait_group" in row.where]
+    assert len(waits) == PRODUCTS and all(row.warps == {0, 1, 2, 3} for row in waits)
+    lost = sum(row.share for row in waits) * serial.steady.cycles / len(serial.steady.products)
+    assert lost > serial.step_cycles - free.step_cycles
+
+
+def test_a_regression_is_found(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    good, bad = PRODUCT_BOUND.trace(), replace(PRODUCT_BOUND, waits_each=True).trace()
+    with pytest.raises(KeyError, match="no figure for 'ring' on h200; it takes"):
+        regression.check("ring", good, "h200", figures)
+    recorded = regression.record("ring", good, "h200", figures)
+    assert json.loads(figures.read_text()) == {"ring": {"h200": round(recorded)}}
+    assert regression.check("ring", good, "h200", figures) == recorded
+    with pytest.raises(regression.SlowerThanRecorded, match=r"ring on h200: a step takes \d+ cycles, \+\d+% on"):
+        regression.check("ring", bad, "h200", figures)
+
+
+# ---------------------------------------------------------------------------------------- parameters and studies
+
+
+@pytest.mark.parametrize("name", chip_names())
+def test_every_number_has_a_source(name: str) -> None:
+    chip = load_chip(name)
+    assert set(PARAMETERS) <= chip.numbers.keys()
+    for key, number in chip.numbers.items():
+        assert number.source, key
+        assert number.is_assumed == (number.low is not None and number.high is not None)
+
+
+def test_wrong_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="chip must be one of b200, gb200, gb300, h200, got 'b100'"):
+        load_chip("b100")
+    with pytest.raises(ValueError, match="h200 has no parameter wakes; it has"):
+        load_chip("h200").changed(wakes=1)
+    with pytest.raises(ValueError, match="draws must be at least 1, got 0"):
+        study.bands(timeline(LOAD_BOUND), load_chip("h200"), draws=0)
+
+
+def test_bands_hold_their_draws_and_repeat() -> None:
+    first, second = (study.bands(timeline(LOAD_BOUND), load_chip("h200"), draws=4, seed=3) for _ in range(2))
+    assert first == second
+    assert first.step_cycles.low < first.step_cycles.median < first.step_cycles.high
+
+
+def test_what_if_names_the_bound() -> None:
+    answers = study.what_if(timeline(replace(LOAD_BOUND, stages=8, n=8)), load_chip("h200"))
+    slower = max(answers, key=answers.__getitem__)
+    assert slower == "loads at three quarters of the rate" and answers[slower] > 1.25
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    LOAD_BOUND.trace().save(tmp_path / "ring.npz")
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    picture = tmp_path / "step.png"
+    arguments = [str(tmp_path / "ring.npz"), "--chip", "h200", "--draws", "2", "--picture", str(picture)]
+    assert command.main(parser.parse_args(arguments)) == 0
+    printed = capsys.readouterr().out
+    parts = ["of the anchors followed", "waits for barriers", "busy share", "what if", "prediction (least / median"]
+    assert [part in printed for part in parts] == [True] * len(parts)
+    assert printed.index("prediction") > printed.index("what if")
+    assert re.search(r"TFLOP/s of the chip  \d+  \(\d+ / \d+ / \d+\), 132 SMs at [\d.]+ GHz, drawn from", printed)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# ------------------------------------------------------------------------------------------- Hopper's calibration
+
+EXPECTED = {
+    "MUFU": "MUFU",
+    "F2FP": "F2FP",
+    "SHFL": "SHFL",
+    "REDUX": "REDUX",
+    "LDS": "LDS",
+    "STS": "STS",
+    "FFMA": "FFMA",
+}
+
+
+@pytest.mark.parametrize("name", [kernel.name for kernel in hopper_units.arithmetic()][::3])
+def test_calibration_kernels_keep_their_instructions(name: str) -> None:
+    kernel = next(kernel for kernel in hopper_units.kernels() if kernel.name == name)
+    code = machine_code.assemble(hopper_units.text(kernel), "kernel").instructions
+    wanted = name.split()[0].partition(".")[0]
+    assert sum(instruction.base == wanted for instruction in code) >= hopper_units.UNROLLED
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [kernel.name for kernel in hopper_units.kernels()])
+def test_calibration_kernels_assemble_and_run_without_findings(name: str) -> None:
+    kernel = next(kernel for kernel in hopper_units.kernels() if kernel.name == name)
+    hopper_units.assemble(kernel)
+    blocks = 2 if kernel.grid == hopper_units.ALL_SMS else 1
+    out, data = np.zeros((blocks * kernel.threads, 2), np.int64), np.zeros(hopper_units.DATA_BYTES, np.uint8)
+    pointers = {"out": out.ctypes.data, "data": data.ctypes.data}
+    parameters = {key: int(value).to_bytes(8, "little") for key, value in pointers.items()}
+    parameters["iterations"] = (2).to_bytes(4, "little")
+    launch = Launch(parameters, (blocks, 1, 1), (kernel.threads, 1, 1), shared_bytes=kernel.shared_bytes)
+    program = Program(parse_kernel(hopper_units.text(kernel), "kernel"), decode_system)
+    grid = Grid(program, launch, CHECKED, num_sms=1)
+    grid.run()
+    assert [str(finding) for finding in grid.findings] == []
+
+
+# --------------------------------------------------------------------------------------------------- predictions
+
+
+@pytest.mark.full
+def test_predictions_meet_the_goal(tmp_path: Path) -> None:
+    """Captures every kernel that figures are published for; minutes."""
+    from ptxsim.timeline import published
+
+    cases = str(Path(__file__).parent / "timeline_cases.py")
+    for figure in published.FIGURES:
+        command.capture(f"{cases}:{figure.case}", load_chip(figure.chip)).save(tmp_path / f"{figure.case}.npz")
+    rows = [published.compare(figure, tmp_path, draws=5) for figure in published.FIGURES]
+    errors = [abs(row["error"]) for row in rows if row["is independent"]]
+    assert sum(errors) / len(errors) <= GOAL, published.table(rows)
