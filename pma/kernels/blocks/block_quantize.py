@@ -1,0 +1,102 @@
+"""Quantising [32, 32] blocks that a warp holds in registers, a row in each lane, on Blackwell.
+
+This is how an accumulator of 128 rows leaves tensor memory: warp w reads lanes 32w … 32w + 31, one row block, and a
+`redux.sync` over the warp makes the maxima of its 32 rows the maximum of the block (source 2.2.2). Payload and scale
+bytes are those of `pma/layouts/mxfp8.py`; the four bytes of a row block's 128 columns travel as one word, column 0
+lowest.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr
+from quack.reduce import warp_reduce
+
+from pma.kernels.blocks.block_scales import inverse_scale, max_magnitude
+from pma.kernels.blocks.memory import store_words
+from pma.layouts import BLOCK
+from pma.layouts.mxfp8 import SCALE_NAN, SCALE_ONE
+from pma.layouts.scale_tiles import TILE_BYTES
+
+ABSENT_SCALES = SCALE_ONE * 0x01010101  # the word of a row block that isn't there
+
+
+@cute.jit
+def block_amax(values: cute.Tensor, is_row: Boolean) -> Float32:
+    """max |x| over the rows of a warp, the same in every lane; lanes that hold no row count for nothing. NaN wins.
+
+    values: a multiple of 32.
+    """
+    maximum = Float32(0.0)
+    for first in cutlass.range_constexpr(0, cute.size(values), BLOCK):
+        of_block = Float32(0.0)
+        for index in cutlass.range(BLOCK, unroll_full=True):
+            of_block = max_magnitude(of_block, values[first + index])
+        maximum = max_magnitude(maximum, of_block)  # chains of 32, side by side
+    maximum = maximum if is_row else Float32(0.0)
+    return warp_reduce(maximum, cute.arch.fmax, abs=True, nan=True)
+
+
+@cute.jit
+def scale_byte_with_headroom(amax: Float32, headroom_exponent: cutlass.Constexpr[int]) -> Int32:
+    """Byte of the least 2^k with amax <= 448·2^k, raised by the headroom; 0 for amax 0, 255 for NaN and Inf."""
+    bits = amax.bitcast(Uint32)
+    exponent = Int32(bits >> 23)
+    is_past_448 = Int32((bits & Uint32(0x7FFFFF)) > Uint32(0x600000))
+    byte = cutlass.min(cutlass.max(exponent - 8 + is_past_448 + headroom_exponent, 0), 254)
+    if bits == Uint32(0):
+        byte = Int32(0)
+    if exponent == 255:
+        byte = Int32(SCALE_NAN)
+    return byte
+
+
+@cute.jit
+def cast_row(values: cute.Tensor, byte: Int32) -> cute.Tensor:
+    """E4M3 payload of a lane's values under their scale, four to a word; 0 under the scale NaN."""
+    size = const_expr(cute.size(values))
+    inverse = inverse_scale(byte)
+    scaled = cute.make_rmem_tensor(size, Float32)
+    for index in cutlass.range(size // 2, unroll_full=True):
+        pair = (values[2 * index], values[2 * index + 1])
+        scaled[2 * index], scaled[2 * index + 1] = cute.arch.mul_packed_f32x2(pair, (inverse, inverse))
+    payload = cute.make_rmem_tensor(size, Float8E4M3FN)
+    payload.store(scaled.load().to(Float8E4M3FN))  # saturates
+    words = cute.recast_tensor(payload, Uint32)
+    for index in cutlass.range_constexpr(size // 4):
+        words[index] = Uint32(0) if byte == SCALE_NAN else words[index]
+    return words
+
+
+@cute.jit
+def store_row(target: cute.Tensor, offset: Int64, words: cute.Tensor):
+    """Store a lane's words, eight at a time, at byte `offset`, a multiple of 32."""
+    for index in cutlass.range_constexpr(0, cute.size(words), 8):
+        eight = cute.make_rmem_tensor(8, Uint32)
+        for word in cutlass.range_constexpr(8):
+            eight[word] = words[index + word]
+        store_words(target, offset + 4 * index, eight)
+
+
+@cute.jit
+def store_row_tile(tiles: cute.Tensor, words: cute.Tensor, tile: Int32, column_tile: Int32):
+    """One warp writes a row tile [tile, column_tile] from the words of its four row blocks, in shared memory."""
+    by_row = cute.make_rmem_tensor(4, Uint32)
+    for row in cutlass.range_constexpr(4):
+        by_row[row] = words[row]
+    _store_tile(tiles, by_row, Int64(tile) * cute.size(tiles, mode=[1]) + column_tile)
+
+
+@cute.jit
+def store_column_tile(tiles: cute.Tensor, words: cute.Tensor, tile: Int32, column_tile: Int32):
+    """One warp writes a column tile [column_tile, tile] from the words of its four row blocks, in shared memory."""
+    by_column = cute.make_rmem_tensor(4, Uint32)
+    for column in cutlass.range_constexpr(4):
+        by_column[column] = Uint32(0)
+        for row in cutlass.range_constexpr(4):
+            by_column[column] |= ((words[row] >> 8 * column) & Uint32(0xFF)) << 8 * row
+    _store_tile(tiles, by_column, Int64(column_tile) * cute.size(tiles, mode=[1]) + tile)
+
+
+@cute.jit
+def _store_tile(tiles: cute.Tensor, words: cute.Tensor, slot: Int64):
+    store_words(tiles, slot * TILE_BYTES + cute.arch.lane_idx() * 16, words)
