@@ -1,0 +1,797 @@
+"""Attention forward on Blackwell: all products block-scaled MXFP8, softmax in fp32, jagged keys.
+
+    S = Q Kᵀ    p = exp2((s − m)·c)    O = Σ P V    out = O / l    with c = log2(e)/sqrt(D), l = Σ p
+
+Each CTA keeps one head and up to 256 seeds ("stages" i = 0, 1 of 128 rows) and goes through its segments, the longest
+first, one KV tile of 128 events after the other, in the order that `AttentionNumerics` says. Seeds that all segments
+share stay in shared memory. Payload comes by TMA from the jagged rows, scale tiles from their slots (split
+addressing); rows of V behind a segment's end are zeroed in shared memory, since 0 times a neighbour's NaN is NaN, and
+products over blocks that don't exist are not issued, so that no pad byte is used.
+
+Warps: 0–3 and 4–7 softmax of S0 and S1, a row in each thread · 8–11 correction: rescale O when a maximum moves, divide
+and store · 12 product · 13 loads.
+
+Tensor memory (`spec.py`) is full, so scales lie where a barrier proves that nobody reads:
+
+    product          its scales           lie in          free because
+    S(i), first      Q(i), K              O(i)            O(i) has not begun
+    S(i)             Q(i), K              S(1−i) [40,48)  `drained[1−i]`: softmax has read S(1−i); P(1−i) is elsewhere
+    O(i)             P(i), V              S(i) [32,40)    `weights[i]`: P(i) is written, so S(i) has been read
+    S(i) overwrites P(i) and all these scales: issued behind their readers, and tensor-core work runs in order.
+
+Order of products: O0 S0' O1 S1' with S' of the next KV tile, also where that belongs to the next segment ("unroll
+KV"): softmax never waits for a segment's end. Correction of the next segment's first tile is nothing but the permission
+to overwrite O, given when the rows have been read for storing.
+
+Bound, reckoned for B200 at D = 128: for two seed tiles and one KV tile 2,048 clocks of exponentials without emulation,
+about 1,300 with 6 of 16 emulated, against 1,024 of the tensor core.
+"""
+
+import math
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.blackwell_helpers as blackwell
+import cutlass.utils.blockscaled_layout as blockscaled
+import torch
+from cutlass import Boolean, Float8E4M3FN, Float8E8M0FNU, Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.memory import SmemAllocator
+from quack.copy_utils import tma_get_copy_fn
+from torch import Tensor
+
+from pma.kernels.attention_forward.operands import (
+    AttentionForwardOperands,
+    Fragments,
+    Loads,
+    Ring,
+    Share,
+    Shared,
+    Work,
+)
+from pma.kernels.attention_forward.spec import (
+    CORRECTION_WARPS,
+    OUT_COLUMN,
+    P_COLUMNS,
+    SCALE_COLUMNS,
+    SCORE_COLUMNS,
+    SOFTMAX_WARPS,
+    STAGES,
+    TENSOR_COLUMNS,
+    TILE,
+    AttentionForwardConfig,
+    AttentionForwardSpec,
+    choose_config,
+)
+from pma.kernels.blocks.block_scales import block_scale, inverse_scale, scale_byte
+from pma.kernels.blocks.exponential import exp2_of_row
+from pma.kernels.blocks.memory import element_pointer, store_words
+from pma.kernels.blocks.ring import bulk_load, init_ring, next_stage
+from pma.kernels.blocks.tensor_memory import copy_scale_tile, load_row, store_row
+from pma.kernels.compile import CUTE_DTYPES, aligned, cached, compile_for, fake_tensor
+from pma.kernels.device_facts import device_facts, num_multiprocessors
+from pma.layouts import BLOCK
+from pma.layouts.mxfp8 import SCALE_ONE
+from pma.layouts.scale_tiles import TILE_BYTES
+
+PRODUCT_WARP, LOAD_WARP = SOFTMAX_WARPS + CORRECTION_WARPS, SOFTMAX_WARPS + CORRECTION_WARPS + 1
+P_SCALES, V_SCALES, OTHERS_SCALES = P_COLUMNS, P_COLUMNS + SCALE_COLUMNS, P_COLUMNS + 2 * SCALE_COLUMNS
+SCALE_TILES = (TILE, TILE, TILE)
+BLOCKS = TILE // BLOCK
+REGISTERS = {"softmax": 192, "correction": 80, "others": 48}
+CHUNK = 32  # columns of tensor memory that an instruction moves
+
+
+class AttentionForward:
+    """The kernel of one spec and one configuration."""
+
+    def __init__(self, spec: AttentionForwardSpec, config: AttentionForwardConfig):
+        self.spec, self.config, self.numerics = spec, config, spec.numerics
+        self.scale_log2 = math.log2(math.e) / math.sqrt(spec.head_dim)
+        self.out_dtype = CUTE_DTYPES[spec.out_dtype]
+        self.is_static = spec.numerics.p_cast == "static"
+        self.p_scale_log2 = spec.numerics.p_scale_log2 if self.is_static else 0
+        self.score_tiler, self.out_tiler = (TILE, TILE, spec.head_dim), (TILE, spec.head_dim, TILE)
+
+    @cute.jit
+    def __call__(self, o: AttentionForwardOperands, num_ctas: Int32, stream):
+        score_product, out_product = self.score_product(), self.out_product()
+        q, k, v = self.as_e4m3(o.q, [0, 1]), self.as_e4m3(o.k, [0, 1]), self.as_e4m3(o.v, [1, 0])
+        operation = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
+        one, first = (1, 1, 1, 1), (None, None, None, 0)
+        q_layout, k_layout, v_layout = (cute.slice_(layout, first) for layout in self.operand_layouts())
+        maps = (
+            cute.nvgpu.make_tiled_tma_atom_A(operation, q, q_layout, self.score_tiler, score_product, one),
+            cute.nvgpu.make_tiled_tma_atom_B(operation, k, k_layout, self.score_tiler, score_product, one),
+            cute.nvgpu.make_tiled_tma_atom_B(operation, v, v_layout, self.out_tiler, out_product, one),
+        )
+        loads = Loads(*maps[0], *maps[1], *maps[2])
+        self.kernel(o, loads).launch(
+            grid=[num_ctas, 1, 1], block=[self.config.threads, 1, 1], min_blocks_per_mp=1, stream=stream
+        )
+
+    @cute.jit
+    def as_e4m3(self, data: cute.Tensor, order: cutlass.Constexpr) -> cute.Tensor:
+        pointer = cute.recast_ptr(data.iterator, dtype=Float8E4M3FN)
+        return cute.make_tensor(pointer, cute.select(data.layout, order))
+
+    @cute.jit
+    def score_product(self) -> cute.TiledMma:
+        k_major = OperandMajorMode.K
+        return blackwell.make_blockscaled_trivial_tiled_mma(
+            Float8E4M3FN, Float8E4M3FN, k_major, k_major, Float8E8M0FNU, BLOCK, tcgen05.CtaGroup.ONE, (TILE, TILE)
+        )
+
+    @cute.jit
+    def out_product(self) -> cute.TiledMma:
+        return blackwell.make_blockscaled_trivial_tiled_mma(
+            Float8E4M3FN, Float8E4M3FN, OperandMajorMode.K, OperandMajorMode.MN, Float8E8M0FNU, BLOCK,
+            tcgen05.CtaGroup.ONE, (TILE, self.spec.head_dim), tcgen05.OperandSource.TMEM,
+        )  # fmt: skip
+
+    def operand_layouts(self):
+        """Shared-memory layouts of Q, K and V."""
+        config = self.config
+        return (
+            blackwell.make_smem_layout_a(
+                self.score_product(), self.score_tiler, Float8E4M3FN, STAGES * config.q_buffers
+            ),
+            blackwell.make_smem_layout_b(self.score_product(), self.score_tiler, Float8E4M3FN, config.kv_buffers),
+            blackwell.make_smem_layout_b(self.out_product(), self.out_tiler, Float8E4M3FN, config.kv_buffers),
+        )
+
+    @cute.kernel
+    def kernel(self, o: AttentionForwardOperands, loads: Loads):
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        shared = self.allocate()
+        if thread == 0:
+            self.init_barriers(shared)
+        if thread < TILE_BYTES:
+            shared.p_scales[thread] = Uint8(SCALE_ONE - self.p_scale_log2)
+        cute.arch.fence_view_async_shared()
+        cute.arch.mbarrier_init_fence()
+        if warp == 0:
+            cute.arch.alloc_tmem(TENSOR_COLUMNS, shared.tensor_memory)
+            cute.arch.relinquish_tmem_alloc_permit()
+        cute.arch.sync_threads()
+        tensor_memory = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tensor_memory)
+        if warp < SOFTMAX_WARPS:
+            cute.arch.setmaxregister_increase(REGISTERS["softmax"])
+            self.softmax(o, shared, tensor_memory, warp // 4)
+        elif warp < PRODUCT_WARP:
+            cute.arch.setmaxregister_decrease(REGISTERS["correction"])
+            self.correct(o, shared, tensor_memory)
+        else:
+            cute.arch.setmaxregister_decrease(REGISTERS["others"])
+            if warp == PRODUCT_WARP:
+                self.multiply(o, shared, tensor_memory)
+            elif warp == LOAD_WARP:
+                self.load(o, loads, shared)
+        cute.arch.sync_threads()
+        if warp == 0:
+            cute.arch.dealloc_tmem(tensor_memory, TENSOR_COLUMNS)
+
+    @cute.jit
+    def allocate(self) -> Shared:
+        config, smem, tile = self.config, SmemAllocator(), TILE * self.spec.head_dim
+
+        def barriers(count: int) -> cute.Pointer:
+            return smem.allocate_array(Int64, count)
+
+        def ring(size: int) -> Ring:
+            pointer = barriers(2 * size)
+            return Ring(pointer, pointer + size)
+
+        def rows() -> cute.Tensor:
+            return smem.allocate_tensor(Float32, cute.make_layout((TILE, STAGES)), 16)
+
+        def tiles(count: int, size: int, alignment: int) -> cute.Tensor:
+            return smem.allocate_tensor(Uint8, cute.make_layout((size, count)), alignment)
+
+        return Shared(
+            kv=ring(config.kv_buffers),
+            seeds=ring(config.q_buffers),
+            scores=barriers(STAGES),
+            drained=barriers(STAGES),
+            weights=barriers(STAGES),
+            sums=barriers(STAGES),
+            messages=ring(STAGES),
+            done=barriers(1),
+            tensor_memory=smem.allocate_array(Int32, 1),
+            factors=rows(),
+            divisors=rows(),
+            maxima=rows(),
+            p_scales=smem.allocate_tensor(Uint8, cute.make_layout(TILE_BYTES), 128),
+            q_bytes=tiles(STAGES * config.q_buffers, tile, 1024),
+            q_scales=tiles(STAGES * config.q_buffers, TILE_BYTES, 128),
+            kv_bytes=tiles(config.kv_buffers, tile, 1024),
+            kv_scales=tiles(config.kv_buffers, TILE_BYTES, 128),
+        )
+
+    @cute.jit
+    def init_barriers(self, shared: Shared):
+        init_ring(shared.kv.full, shared.kv.empty, self.config.kv_buffers, 1)
+        init_ring(shared.seeds.full, shared.seeds.empty, self.config.q_buffers, 1)
+        for stage in cutlass.range_constexpr(STAGES):
+            cute.arch.mbarrier_init(shared.scores + stage, 1)
+            cute.arch.mbarrier_init(shared.drained + stage, 4)
+            cute.arch.mbarrier_init(shared.weights + stage, 4 + CORRECTION_WARPS)
+            cute.arch.mbarrier_init(shared.sums + stage, 1)
+            cute.arch.mbarrier_init(shared.messages.full + stage, 4)
+            cute.arch.mbarrier_init(shared.messages.empty + stage, CORRECTION_WARPS)
+        cute.arch.mbarrier_init(shared.done, 1)
+
+    # ------------------------------------------------------------------------------------------------------ work
+
+    @cute.jit
+    def share(self) -> Share:
+        block, _, _ = cute.arch.block_idx()
+        group = block % self.spec.groups
+        seed_tile = group // self.spec.num_heads * STAGES
+        return Share(group % self.spec.num_heads, seed_tile, cutlass.min(self.spec.seed_tiles - seed_tile, STAGES))
+
+    @cute.jit
+    def work(self, o: AttentionForwardOperands, turn: Int32) -> Work:
+        """This CTA's segment in a turn. The order of workers alternates, so that each gets long ones and short ones."""
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        worker, workers = block // self.spec.groups, blocks // self.spec.groups
+        place = turn * workers + (workers - 1 - worker if turn % 2 == 1 else worker)
+        segment, first_row, end = Int32(-1), Int32(0), Int32(0)
+        if place < cute.size(o.order):
+            segment = Int32(o.order[place])
+            first_row, end = Int32(o.offsets[segment]), Int32(o.offsets[segment + 1])
+        return Work(segment, first_row, end - first_row, (end - first_row + TILE - 1) // TILE)
+
+    @cute.jit
+    def kv_tile(self, work: Work, step: Int32):
+        """(tile of the segment, its number of events) of a step."""
+        tile = step
+        if const_expr(self.numerics.kv_order == "reverse"):
+            tile = work.steps - 1 - step
+        return tile, cutlass.min(work.num_rows - tile * TILE, TILE)
+
+    # --------------------------------------------------------------------------------------------------- loading
+
+    @cute.jit
+    def load(self, o: AttentionForwardOperands, loads: Loads, shared: Shared):
+        share = self.share()
+        score_product, out_product = self.score_product(), self.out_product()
+        q_layout, k_layout, v_layout = self.operand_layouts()
+        k_tiles = self.as_operand(shared.kv_bytes, k_layout)
+        v_tiles = self.as_operand(shared.kv_bytes, v_layout)
+        head_tile = share.head * self.spec.head_dim // TILE
+        buffer, parity, seeds, seeds_parity = Int32(0), Int32(1), Int32(0), Int32(1)
+        work, turn = self.next_work(o, Int32(0))
+        if const_expr(self.spec.is_shared):
+            if work.segment >= 0:
+                self.load_seeds(o, loads, shared, share, (Int32(0), Int32(0), Int32(0)))
+        while work.segment >= 0:
+            if const_expr(not self.spec.is_shared):
+                cute.arch.mbarrier_wait(shared.seeds.empty + seeds, seeds_parity)
+                first = work.segment * self.spec.num_seeds
+                self.load_seeds(o, loads, shared, share, (seeds, first, first // TILE + work.segment))
+                seeds, seeds_parity = next_stage(seeds, seeds_parity, self.config.q_buffers)
+            slot = work.first_row // TILE + work.segment
+            for step in cutlass.range(work.steps):
+                tile, _ = self.kv_tile(work, step)
+                row = work.first_row + tile * TILE
+                full = self.fill(shared, buffer, parity)
+                source = cute.local_tile(
+                    cute.domain_offset((row, 0), loads.k), (TILE, self.spec.head_dim), (0, share.head)
+                )
+                self.load_tile(loads.k_atom, score_product.get_slice(0).partition_B(source), k_tiles, buffer, full)
+                with cute.arch.elect_one():
+                    load_scales(o.k_tiles, slot + tile, head_tile, (shared.kv_scales[None, buffer].iterator, full))
+                buffer, parity = next_stage(buffer, parity, self.config.kv_buffers)
+                full = self.fill(shared, buffer, parity)
+                source = cute.local_tile(
+                    cute.domain_offset((0, row), loads.v), (self.spec.head_dim, TILE), (share.head, 0)
+                )
+                self.load_tile(loads.v_atom, out_product.get_slice(0).partition_B(source), v_tiles, buffer, full)
+                with cute.arch.elect_one():
+                    load_scales(o.v_tiles, head_tile, slot + tile, (shared.kv_scales[None, buffer].iterator, full))
+                buffer, parity = next_stage(buffer, parity, self.config.kv_buffers)
+            work, turn = self.next_work(o, turn)
+
+    @cute.jit
+    def fill(self, shared: Shared, buffer: Int32, parity: Int32) -> cute.Pointer:
+        """Wait until a KV buffer is free and announce a tile with its scales; returns the barrier to signal."""
+        cute.arch.mbarrier_wait(shared.kv.empty + buffer, parity)
+        with cute.arch.elect_one():
+            num_bytes = TILE * self.spec.head_dim + TILE_BYTES
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.kv.full + buffer, num_bytes)
+        return shared.kv.full + buffer
+
+    @cute.jit
+    def load_seeds(self, o: AttentionForwardOperands, loads: Loads, shared: Shared, share: Share, place):
+        """Load the CTA's seed tiles. place: (buffer, first row of the seeds, slot of their first tile)."""
+        buffer, first, slot = place
+        q_tiles = self.as_operand(shared.q_bytes, self.operand_layouts()[0])
+        full = shared.seeds.full + buffer
+        with cute.arch.elect_one():
+            num_bytes = share.stages * (TILE * self.spec.head_dim + TILE_BYTES)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
+        for stage in cutlass.range(share.stages):
+            tile, target = share.seed_tile + stage, buffer * STAGES + stage
+            rows = cute.domain_offset((first + tile * TILE, 0), loads.q)
+            source = cute.local_tile(rows, (TILE, self.spec.head_dim), (0, share.head))
+            self.load_tile(loads.q_atom, self.score_product().get_slice(0).partition_A(source), q_tiles, target, full)
+            head_tile = share.head * self.spec.head_dim // TILE
+            with cute.arch.elect_one():
+                load_scales(o.q_tiles, slot + tile, head_tile, (shared.q_scales[None, target].iterator, full))
+
+    @cute.jit
+    def load_tile(
+        self, atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, buffer: Int32, full: cute.Pointer
+    ):
+        copy, _, _ = tma_get_copy_fn(
+            atom, 0, cute.make_layout(1), source, target[None, None, None, buffer], single_stage=True
+        )
+        copy(tma_bar_ptr=full)
+
+    @cute.jit
+    def as_operand(self, data: cute.Tensor, layout: cutlass.Constexpr) -> cute.Tensor:
+        """A view of bytes of shared memory as tiles of E4M3."""
+        return cute.make_tensor(cute.recast_ptr(data.iterator, layout.inner, dtype=Float8E4M3FN), layout.outer)
+
+    # -------------------------------------------------------------------------------------------------- products
+
+    @cute.jit
+    def multiply(self, o: AttentionForwardOperands, shared: Shared, tensor_memory: cute.Pointer):
+        share, f = self.share(), self.fragments(shared, tensor_memory)
+        buffer, parity, seeds, seeds_parity = Int32(0), Int32(0), Int32(0), Int32(0)
+        step_parity, turn = Int32(0), Int32(0)
+        work, turn = self.next_work(o, turn)
+        if work.segment >= 0:
+            cute.arch.mbarrier_wait(shared.seeds.full, 0)
+            cute.arch.mbarrier_wait(shared.kv.full, 0)
+            for stage in cutlass.range_constexpr(STAGES):
+                if stage < share.stages:
+                    scales = tensor_memory + OUT_COLUMN + stage * SCORE_COLUMNS
+                    self.multiply_scores(shared, share, f, (stage, Int32(0), Int32(0)), scales)
+            self.release(shared.kv.empty)
+            buffer, parity = next_stage(buffer, parity, self.config.kv_buffers)
+        while work.segment >= 0:
+            following, turn = self.next_work(o, turn)
+            for step in cutlass.range(work.steps):
+                _, num_rows = self.kv_tile(work, step)
+                is_last = step + 1 == work.steps
+                has_next = not is_last or following.segment >= 0
+                if const_expr(not self.spec.is_shared):
+                    if is_last:  # the scores of this segment have been issued
+                        self.release(shared.seeds.empty + seeds)
+                        seeds, seeds_parity = next_stage(seeds, seeds_parity, self.config.q_buffers)
+                v_buffer = buffer
+                cute.arch.mbarrier_wait(shared.kv.full + v_buffer, parity)
+                self.clear_tail(shared, v_buffer, num_rows)
+                buffer, parity = next_stage(buffer, parity, self.config.kv_buffers)
+                for stage in cutlass.range_constexpr(STAGES):
+                    if stage < share.stages:
+                        cute.arch.mbarrier_wait(shared.weights + stage, step_parity)
+                        self.multiply_weights(shared, share, f, (stage, v_buffer, step, num_rows), tensor_memory)
+                        if stage == share.stages - 1:
+                            self.release(shared.kv.empty + v_buffer)
+                        if has_next:
+                            if const_expr(stage == 0):
+                                cute.arch.mbarrier_wait(shared.kv.full + buffer, parity)
+                                if const_expr(not self.spec.is_shared):
+                                    if is_last:
+                                        cute.arch.mbarrier_wait(shared.seeds.full + seeds, seeds_parity)
+                            if share.stages == STAGES:
+                                cute.arch.mbarrier_wait(shared.drained + 1 - stage, step_parity ^ stage)
+                            scales = tensor_memory + (1 - stage) * SCORE_COLUMNS + OTHERS_SCALES
+                            self.multiply_scores(shared, share, f, (stage, buffer, seeds), scales)
+                            if stage == share.stages - 1:
+                                self.release(shared.kv.empty + buffer)
+                if has_next:
+                    buffer, parity = next_stage(buffer, parity, self.config.kv_buffers)
+                step_parity ^= 1
+            work = following
+        self.release(shared.done)  # what still runs uses tensor memory and arrives at barriers
+        cute.arch.mbarrier_wait(shared.done, 0)
+
+    @cute.jit
+    def next_work(self, o: AttentionForwardOperands, turn: Int32):
+        """(the next segment that has events, the turn after it)."""
+        work = self.work(o, turn)
+        turn += 1
+        while work.segment >= 0 and work.steps == 0:
+            work = self.work(o, turn)
+            turn += 1
+        return work, turn
+
+    @cute.jit
+    def release(self, barrier: cute.Pointer):
+        """Arrive when all products so far are done."""
+        with cute.arch.elect_one():
+            tcgen05.commit(barrier)
+
+    @cute.jit
+    def fragments(self, shared: Shared, tensor_memory: cute.Pointer) -> Fragments:
+        score_product, out_product = self.score_product(), self.out_product()
+        q_layout, k_layout, v_layout = self.operand_layouts()
+        p_layout = blackwell.make_smem_layout_a(out_product, self.out_tiler, Float8E4M3FN, 1).outer
+        scores = score_product.make_fragment_C(score_product.partition_shape_C((TILE, TILE))).layout
+        sums = out_product.make_fragment_C(out_product.partition_shape_C((TILE, self.spec.head_dim))).layout
+        places = [tensor_memory + stage * SCORE_COLUMNS for stage in range(STAGES)]
+        p_tile = cute.make_tensor(cute.recast_ptr(tensor_memory, dtype=Float8E4M3FN), p_layout)
+        p = out_product.make_fragment_A(p_tile)[None, None, None, 0]
+        bytes_of_column = 4
+        return Fragments(
+            q=score_product.make_fragment_A(self.as_operand(shared.q_bytes, q_layout)),
+            k=score_product.make_fragment_B(self.as_operand(shared.kv_bytes, k_layout)),
+            v=out_product.make_fragment_B(self.as_operand(shared.kv_bytes, v_layout)),
+            p=tuple(
+                cute.make_tensor(p.iterator + stage * SCORE_COLUMNS * bytes_of_column, p.layout)
+                for stage in range(STAGES)
+            ),
+            scores=tuple(cute.make_tensor(place, scores) for place in places),
+            sums=tuple(cute.make_tensor(place + OUT_COLUMN, sums) for place in places),
+        )
+
+    @cute.jit
+    def multiply_scores(self, shared: Shared, share: Share, f: Fragments, turn, scales: cute.Pointer):
+        """S(i) = Q(i) Kᵀ. turn: (i, KV buffer, buffer of the seeds); scales: where those of Q and K go."""
+        stage, buffer, seeds = turn
+        q_buffer = seeds * STAGES + stage
+        copy_scale_tile(shared.q_scales[None, q_buffer].iterator, scales)
+        copy_scale_tile(shared.kv_scales[None, buffer].iterator, scales + SCALE_COLUMNS)
+        product = self.score_product()
+        q_scales, k_scales = self.scale_blocks(scales), self.scale_blocks(scales + SCALE_COLUMNS)
+        num_blocks = self.spec.head_dim // BLOCK
+        for half in cutlass.range_constexpr(TILE // self.spec.head_dim):  # which heads share a scale tile
+            if share.head % (TILE // self.spec.head_dim) == half:
+                for block in cutlass.range_constexpr(num_blocks):
+                    product.set(tcgen05.Field.ACCUMULATE, block > 0)
+                    product.set(tcgen05.Field.SFA, q_scales[half * num_blocks + block])
+                    product.set(tcgen05.Field.SFB, k_scales[half * num_blocks + block])
+                    q, k = f.q[None, None, block, q_buffer], f.k[None, None, block, buffer]
+                    cute.gemm(product, f.scores[stage], q, k, f.scores[stage])
+        self.release(shared.scores + stage)
+
+    @cute.jit
+    def multiply_weights(self, shared: Shared, share: Share, f: Fragments, turn, tensor_memory: cute.Pointer):
+        """O(i) += P(i) V, or O(i) = P(i) V in a segment's first step. turn: (i, KV buffer, step, events)."""
+        stage, buffer, step, num_rows = turn
+        region = tensor_memory + stage * SCORE_COLUMNS
+        if const_expr(self.is_static):
+            copy_scale_tile(shared.p_scales.iterator, region + P_SCALES)
+        copy_scale_tile(shared.kv_scales[None, buffer].iterator, region + V_SCALES)
+        product = self.out_product()
+        columns = share.head * self.spec.head_dim % TILE // BLOCK  # of a scale tile, for heads narrower than it
+        p_scales, v_scales = self.scale_blocks(region + P_SCALES), self.scale_blocks(region + V_SCALES + columns)
+        for block in cutlass.range_constexpr(BLOCKS):
+            if block * BLOCK < num_rows:
+                product.set(tcgen05.Field.ACCUMULATE, Boolean(step > 0) if const_expr(block == 0) else True)
+                product.set(tcgen05.Field.SFA, p_scales[block])
+                product.set(tcgen05.Field.SFB, v_scales[block])
+                p, v = f.p[stage][None, None, block], f.v[None, None, block, buffer]
+                cute.gemm(product, f.sums[stage], p, v, f.sums[stage])
+        self.release(shared.sums + stage)
+
+    def scale_blocks(self, address: cute.Pointer) -> list[cute.Pointer]:
+        """Where the scales of each block of 32 along the contraction begin, of a scale tile in tensor memory."""
+        product = self.score_product()
+        tile = cute.slice_(blockscaled.make_smem_layout_sfa(product, SCALE_TILES, BLOCK, 1), (None, None, None, 0))
+        layout = blockscaled.make_tmem_layout_sfa(product, SCALE_TILES, BLOCK, tile)
+        scales = cute.make_tensor(cute.recast_ptr(address, dtype=Float8E8M0FNU), layout)
+        return [scales[None, None, block].iterator for block in range(BLOCKS)]
+
+    @cute.jit
+    def clear_tail(self, shared: Shared, buffer: Int32, num_rows: Int32):
+        """Zero V's rows behind a segment's end, in the last block of 32: a row is `head_dim` contiguous bytes."""
+        end = (num_rows + BLOCK - 1) // BLOCK * BLOCK
+        if num_rows < end:
+            words = const_expr(self.spec.head_dim // 16)  # of 16 bytes in a row
+            base = shared.kv_bytes[None, buffer].iterator
+            index = num_rows * words + cute.arch.lane_idx()
+            while index < end * words:
+                target = cute.make_tensor(cute.recast_ptr(base + index * 16, dtype=Uint32), cute.make_layout(4))
+                for word in cutlass.range_constexpr(4):
+                    target[word] = Uint32(0)
+                index += 32
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+
+    # --------------------------------------------------------------------------------------------------- softmax
+
+    @cute.jit
+    def softmax(self, o: AttentionForwardOperands, shared: Shared, tensor_memory: cute.Pointer, stage: Int32):
+        region = tensor_memory + stage * SCORE_COLUMNS
+        parity, message_parity, turn = Int32(0), Int32(1), Int32(0)
+        work = self.work(o, turn)
+        if stage >= self.share().stages:
+            work = work._replace(segment=Int32(-1))
+        while work.segment >= 0:
+            maximum, total, divisor = -Float32.inf, Float32(0.0), Float32(0.0)
+            for step in cutlass.range(work.steps):
+                _, num_rows = self.kv_tile(work, step)
+                cute.arch.mbarrier_wait(shared.scores + stage, parity)
+                parity ^= 1
+                scores = load_row(region, TILE, CHUNK)
+                self.arrive(shared.drained + stage)
+                if num_rows < TILE:
+                    for column in cutlass.range_constexpr(TILE):
+                        scores[column] = scores[column] if column < num_rows else -Float32.inf
+                maxima = block_maxima(scores)
+                new = self.new_maximum(maximum, maxima)
+                factor = cute.arch.exp2((maximum - finite(new)) * self.scale_log2)
+                maximum = new
+                if step > 0:
+                    self.send(shared, stage, message_parity, ((shared.factors, factor),))
+                    message_parity ^= 1
+                shift = self.p_scale_log2 - finite(maximum) * self.scale_log2
+                exp2_of_row(scores, Float32(self.scale_log2), shift, self.config.emulated)
+                total = total * factor + sum_of(scores)
+                rounded = self.store_weights(region, scores, maxima, shift)
+                divisor = divisor * factor + rounded
+                self.arrive(shared.weights + stage)
+            if work.steps > 0:
+                what = ((shared.factors, total), (shared.maxima, maximum))
+                if const_expr(self.numerics.denominator == "quantized"):
+                    what = (*what, (shared.divisors, divisor))
+                self.send(shared, stage, message_parity, what)
+                message_parity ^= 1
+            turn += 1
+            work = self.work(o, turn)
+
+    @cute.jit
+    def arrive(self, barrier: cute.Pointer):
+        """A warp arrives."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def send(self, shared: Shared, stage: Int32, parity: Int32, what):
+        """Tell the correction warps something about each row. what: pairs of a place and a value."""
+        thread, _, _ = cute.arch.thread_idx()
+        cute.arch.mbarrier_wait(shared.messages.empty + stage, parity)
+        for place, value in what:
+            place[thread % TILE, stage] = value
+        self.arrive(shared.messages.full + stage)
+
+    @cute.jit
+    def new_maximum(self, maximum: Float32, maxima: cute.Tensor) -> Float32:
+        """What P is relative to from now on: it moves only when exceeded by more than the threshold."""
+        tile = cute.arch.fmax(cute.arch.fmax(maxima[0], maxima[1]), cute.arch.fmax(maxima[2], maxima[3]))
+        if const_expr(self.numerics.rescale_threshold_log2 == 0):
+            return cute.arch.fmax(maximum, tile)
+        threshold = self.numerics.rescale_threshold_log2 / self.scale_log2
+        return maximum if tile <= maximum + threshold else tile
+
+    @cute.jit
+    def store_weights(self, region: cute.Pointer, p: cute.Tensor, maxima: cute.Tensor, shift: Float32) -> Float32:
+        """Cast a row of P and store it over the scores; returns the sum of what was stored, if it is asked for."""
+        byte_words = cute.make_rmem_tensor(1, Uint32)
+        if const_expr(not self.is_static):
+            byte_words[0] = Uint32(0)
+            for block in cutlass.range_constexpr(BLOCKS):
+                largest = cute.arch.exp2(maxima[block] * self.scale_log2 + shift)
+                byte = scale_byte(largest.bitcast(Uint32))
+                byte_words[0] |= Uint32(byte) << 8 * block
+                inverse = inverse_scale(byte)
+                for column in cutlass.range_constexpr(BLOCK):
+                    p[block * BLOCK + column] = p[block * BLOCK + column] * inverse
+        payload = cute.make_rmem_tensor(TILE, Float8E4M3FN)
+        payload.store(p.load().to(Float8E4M3FN))  # saturates
+        store_row(region, cute.recast_tensor(payload, Uint32))
+        rounded = Float32(0.0)
+        if const_expr(not self.is_static):
+            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+            store_row(region + P_SCALES + warp % 4, byte_words)
+        cute.arch.fence_view_async_tmem_store()
+        if const_expr(self.numerics.denominator == "quantized"):
+            values = cute.make_rmem_tensor(TILE, Float32)
+            values.store(payload.load().to(Float32))
+            if const_expr(not self.is_static):
+                for block in cutlass.range_constexpr(BLOCKS):
+                    scale = block_scale(Int32((byte_words[0] >> 8 * block) & Uint32(0xFF)))
+                    for column in cutlass.range_constexpr(BLOCK):
+                        values[block * BLOCK + column] *= scale
+            rounded = sum_of(values)
+        return rounded
+
+    # ------------------------------------------------------------------------------------------------ correction
+
+    @cute.jit
+    def correct(self, o: AttentionForwardOperands, shared: Shared, tensor_memory: cute.Pointer):
+        thread, _, _ = cute.arch.thread_idx()
+        share, row = self.share(), thread % TILE
+        message_parity, sums_parity, turn = Int32(0), Int32(0), Int32(0)
+        work = self.work(o, turn)
+        while work.segment >= 0:
+            if work.steps > 0:
+                for stage in cutlass.range(share.stages):
+                    self.arrive(shared.weights + stage)  # the first step overwrites O
+            for _step in cutlass.range(work.steps - 1):
+                for stage in cutlass.range(share.stages):
+                    cute.arch.mbarrier_wait(shared.messages.full + stage, message_parity)
+                    factor = shared.factors[row, stage]
+                    self.arrive(shared.messages.empty + stage)
+                    cute.arch.mbarrier_wait(shared.sums + stage, sums_parity)
+                    if cute.arch.vote_any_sync(factor != 1.0):
+                        self.rescale(tensor_memory + OUT_COLUMN + stage * SCORE_COLUMNS, factor)
+                    self.arrive(shared.weights + stage)
+                message_parity ^= 1
+                sums_parity ^= 1
+            for stage in cutlass.range(share.stages):
+                total, maximum, divisor = Float32(0.0), -Float32.inf, Float32(0.0)
+                if work.steps > 0:
+                    cute.arch.mbarrier_wait(shared.messages.full + stage, message_parity)
+                    total, maximum = shared.factors[row, stage], shared.maxima[row, stage]
+                    divisor = total
+                    if const_expr(self.numerics.denominator == "quantized"):
+                        divisor = shared.divisors[row, stage]
+                    self.arrive(shared.messages.empty + stage)
+                    cute.arch.mbarrier_wait(shared.sums + stage, sums_parity)
+                self.store_out(o, work, share, stage, (tensor_memory, divisor))
+                self.store_state(o, work, share, stage, (total, maximum))
+            if work.steps > 0:
+                message_parity ^= 1
+                sums_parity ^= 1
+            turn += 1
+            work = self.work(o, turn)
+
+    @cute.jit
+    def rescale(self, place: cute.Pointer, factor: Float32):
+        """Multiply rows of O."""
+        for first in cutlass.range_constexpr(0, self.spec.head_dim, CHUNK):
+            values = load_row(place + first, CHUNK)
+            for pair in cutlass.range_constexpr(CHUNK // 2):
+                both = (values[2 * pair], values[2 * pair + 1])
+                values[2 * pair], values[2 * pair + 1] = cute.arch.mul_packed_f32x2(both, (factor, factor))
+            store_row(place + first, values)
+        cute.arch.fence_view_async_tmem_store()
+
+    @cute.jit
+    def store_out(self, o: AttentionForwardOperands, work: Work, share: Share, stage: Int32, sums):
+        """out = O / l, zero without events. sums: (tensor memory, l in units of P's static scale)."""
+        tensor_memory, divisor = sums
+        thread, _, _ = cute.arch.thread_idx()
+        seed = (share.seed_tile + stage) * TILE + thread % TILE
+        inverse = Float32(2.0**self.p_scale_log2) / divisor if divisor != 0.0 else Float32(0.0)
+        start = (Int64(work.segment) * self.spec.num_seeds + seed) * self.spec.columns + share.head * self.spec.head_dim
+        dtype, words = self.out_dtype, CHUNK * self.out_dtype.width // 32
+        for first in cutlass.range_constexpr(0, self.spec.head_dim, CHUNK):
+            values = cute.make_rmem_tensor(CHUNK, Float32)
+            values.fill(0.0)
+            if work.steps > 0:
+                loaded = load_row(tensor_memory + OUT_COLUMN + stage * SCORE_COLUMNS + first, CHUNK)
+                for column in cutlass.range_constexpr(CHUNK):
+                    values[column] = loaded[column] * inverse
+            rounded = cute.make_rmem_tensor(CHUNK, dtype)
+            rounded.store(values.load().to(dtype))
+            if seed < self.spec.num_seeds:
+                as_words = cute.recast_tensor(rounded, Uint32)
+                for word in cutlass.range_constexpr(0, words, 4):
+                    four = cute.make_rmem_tensor(4, Uint32)
+                    for index in cutlass.range_constexpr(4):
+                        four[index] = as_words[word + index]
+                    store_words(o.out, (start + first) * (dtype.width // 8) + 4 * word, four)
+
+    @cute.jit
+    def store_state(self, o: AttentionForwardOperands, work: Work, share: Share, stage: Int32, state):
+        """lse and ⌊log2 l⌋. state: (l in units of P's static scale, maximum)."""
+        total, maximum = state
+        thread, _, _ = cute.arch.thread_idx()
+        seed = (share.seed_tile + stage) * TILE + thread % TILE
+        if seed < self.spec.num_seeds:
+            index = (Int64(work.segment) * self.spec.num_heads + share.head) * self.spec.num_seeds + seed
+            exponent = Int32(total.bitcast(Uint32) >> 23) - 127 - self.p_scale_log2
+            log2 = maximum * self.scale_log2 + (cute.math.log2(total) - self.p_scale_log2)
+            lse = cute.make_tensor(element_pointer(o.lse, index, 4), cute.make_layout(1))
+            lse[0] = log2 * math.log(2.0)
+            row_sum = cute.make_tensor(element_pointer(o.row_sum_log2, index, 4), cute.make_layout(1))
+            row_sum[0] = exponent if total != 0.0 else Int32(-127)
+
+
+@cute.jit
+def finite(maximum: Float32) -> Float32:
+    """The maximum, 0 where there is none."""
+    return Float32(0.0) if maximum == -Float32.inf else maximum
+
+
+@cute.jit
+def block_maxima(row: cute.Tensor) -> cute.Tensor:
+    """Maximum of each 32 values."""
+    maxima = cute.make_rmem_tensor(cute.size(row) // BLOCK, Float32)
+    for block in cutlass.range_constexpr(cute.size(maxima)):
+        maxima[block] = row[block * BLOCK]
+        for column in cutlass.range_constexpr(1, BLOCK):
+            maxima[block] = cute.arch.fmax(maxima[block], row[block * BLOCK + column])
+    return maxima
+
+
+@cute.jit
+def sum_of(row: cute.Tensor) -> Float32:
+    """Sum of a row, in four chains of pairs."""
+    chains = 4
+    sums = [(row[2 * chain], row[2 * chain + 1]) for chain in range(chains)]
+    for first in cutlass.range_constexpr(2 * chains, cute.size(row), 2 * chains):
+        for chain in cutlass.range_constexpr(chains):
+            pair = (row[first + 2 * chain], row[first + 2 * chain + 1])
+            sums[chain] = cute.arch.add_packed_f32x2(sums[chain], pair)
+    left = cute.arch.add_packed_f32x2(sums[0], sums[1])
+    right = cute.arch.add_packed_f32x2(sums[2], sums[3])
+    x, y = cute.arch.add_packed_f32x2(left, right)
+    return x + y
+
+
+@cute.jit
+def load_scales(tiles: cute.Tensor, first: Int32, second: Int32, target):
+    """Copy the scale tile [first, second] to shared memory; in one thread. target: (address, barrier)."""
+    offset = (Int64(first) * cute.size(tiles, mode=[1]) + second) * TILE_BYTES
+    bulk_load(target[0], element_pointer(tiles, offset, 16), Int32(TILE_BYTES), target[1])
+
+
+def build(arch: str, spec: AttentionForwardSpec, config: AttentionForwardConfig, options: str = ""):
+    """Compile the kernel; see `pma.kernels.compile.compile_for`."""
+    u8, columns, tiles = torch.uint8, spec.columns, -(-spec.columns // TILE)
+    state = (None, spec.num_heads, spec.num_seeds)
+    operands = AttentionForwardOperands(
+        q=fake_tensor(u8, None, columns),
+        q_tiles=fake_tensor(u8, None, tiles, TILE_BYTES),
+        k=fake_tensor(u8, None, columns),
+        k_tiles=fake_tensor(u8, None, tiles, TILE_BYTES),
+        v=fake_tensor(u8, None, columns),
+        v_tiles=fake_tensor(u8, tiles, None, TILE_BYTES),
+        offsets=fake_tensor(spec.offsets_dtype, None, alignment=spec.offsets_dtype.itemsize),
+        order=fake_tensor(torch.int32, None, alignment=4),
+        out=fake_tensor(spec.out_dtype, None, columns),
+        lse=fake_tensor(torch.float32, *state, alignment=4),
+        row_sum_log2=fake_tensor(torch.int32, *state, alignment=4),
+    )
+    return compile_for(arch, AttentionForward(spec, config), operands, Int32(0), options=options)
+
+
+compiled = cached(build)
+
+
+class AttentionOperand(NamedTuple):
+    """An operand as the tensor cores take it: payload, and scale tiles in the direction that the product contracts."""
+
+    data: Tensor  # [rows, E] uint8
+    tiles: Tensor  # uint8, see pma/layouts/scale_tiles.py
+
+
+class Attended(NamedTuple):
+    """What the kernel wrote."""
+
+    out: Tensor  # [B, S, E] out_dtype
+    lse: Tensor  # [B, H, S] float32, natural log
+    row_sum_log2: Tensor  # [B, H, S] int32
+
+
+def launch(
+    spec: AttentionForwardSpec, q: AttentionOperand, k: AttentionOperand, v: AttentionOperand, offsets: Tensor
+) -> Attended:
+    """Allocate the results and start the kernel on the current stream.
+
+    Args:
+        q: [S, E] or [B·S, E], with row tiles.    k: [T, E], with row tiles.    v: [T, E], with column tiles.
+        offsets: [B + 1] of spec.offsets_dtype.
+    """
+    offsets = offsets.contiguous()
+    num_segments, device = offsets.shape[0] - 1, k.data.device
+    state = (num_segments, spec.num_heads, spec.num_seeds)
+    result = Attended(
+        torch.empty(num_segments, spec.num_seeds, spec.columns, dtype=spec.out_dtype, device=device),
+        torch.empty(state, dtype=torch.float32, device=device),
+        torch.empty(state, dtype=torch.int32, device=device),
+    )
+    if num_segments == 0:
+        return result
+    facts = device_facts(device)
+    workers = max(1, min(num_segments, num_multiprocessors(device) // spec.groups))
+    order = torch.argsort(offsets.diff(), descending=True, stable=True).int()
+    operands = AttentionForwardOperands(
+        aligned(q.data), aligned(q.tiles), aligned(k.data), aligned(k.tiles), aligned(v.data), aligned(v.tiles),
+        offsets, order, result.out.flatten(0, 1), result.lse, result.row_sum_log2,
+    )  # fmt: skip
+    with torch.cuda.device(device):
+        compiled(facts.arch, spec, choose_config(spec, facts))(operands, workers * spec.groups)
+    return result

@@ -1,0 +1,280 @@
+"""Attention forward in the simulator: right beside float64, jagged without a trace of neighbours and pads, silent."""
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from pma.jagged import equal_offsets
+from pma.kernels.attention_forward.spec import AttentionForwardSpec
+from pma.kernels.device_facts import SM100
+from pma.layouts import MXFP8Tensor, dequantize, quantize, scatter_scales
+from pma.layouts.mxfp8 import SCALE_ONE
+from pma.numerics import AttentionNumerics
+from pma.reference import operators as reference
+from pma.reference.attention import AttentionShape, Operands, attention_forward
+from pma.reference.rounding import PlainRounding
+from pma.testing import KERNEL_BUDGET, ULPS_FP32, relative_error
+
+pytestmark = [pytest.mark.ptxsim]
+LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 300)
+SHORT = (129, 0, 300, 33)
+NAN_PAYLOAD, POISON = 0x7F, 0xFF
+DEFAULT = AttentionNumerics()
+
+
+@pytest.fixture
+def on(simulated, monkeypatch) -> Iterator[Callable]:
+    """`with on(num_sms, seed):` the launcher runs in the simulator, its results in memory full of 0xFF."""
+    sm100 = importlib.import_module("pma.kernels.attention_forward.sm100")
+    monkeypatch.setattr(sm100, "device_facts", lambda device: SM100)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    original = torch.empty
+
+    def poisoned(*size, **options) -> Tensor:
+        tensor = original(*size, **options)
+        return tensor.view(torch.uint8).fill_(POISON).view(tensor.dtype) if tensor.numel() else tensor
+
+    def start(num_sms: int, seed: int = 0):
+        monkeypatch.setattr(sm100, "num_multiprocessors", lambda device: num_sms)
+        monkeypatch.setattr(torch, "empty", poisoned)
+        return simulated(arch="sm_100a", num_sms=num_sms, seed=seed, check_bounds=True)
+
+    yield start
+
+
+# ----------------------------------------------------------------------------------------------- problems
+
+
+class Problem(NamedTuple):
+    """Inputs of one attention; spread: standard deviation of the seeds, which sets that of the scores."""
+
+    spec: AttentionForwardSpec
+    q: MXFP8Tensor
+    k: MXFP8Tensor
+    v: MXFP8Tensor
+    offsets: Tensor
+
+    @property
+    def seed_offsets(self) -> Tensor:
+        num_segments = 1 if self.spec.is_shared else len(self.offsets) - 1
+        return equal_offsets(num_segments, self.spec.num_seeds, self.offsets.device)
+
+
+def make_problem(
+    lengths: tuple[int, ...], head_dim: int, num_heads: int, num_seeds: int, *, is_shared: bool = True,
+    numerics: AttentionNumerics = DEFAULT, spread: float = 1.0, out_dtype: torch.dtype = torch.float32,
+) -> Problem:  # fmt: skip
+    generator = torch.Generator().manual_seed(sum(lengths) + num_seeds)
+    spec = AttentionForwardSpec(head_dim, num_heads, num_seeds, is_shared, numerics, out_dtype, torch.int64)
+    assert spec.why_unsupported() is None
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+
+    def normal(rows: int) -> Tensor:
+        scales = torch.exp(torch.randn(rows, 1, generator=generator) / 2)
+        return torch.randn(rows, spec.columns, generator=generator) * scales
+
+    events = int(offsets[-1])
+    rows = num_seeds * (1 if is_shared else len(lengths))
+    problem = Problem(spec, *[MXFP8Tensor(offsets, offsets)] * 3, offsets)
+    return problem._replace(
+        q=quantize(normal(rows) * spread, problem.seed_offsets),
+        k=quantize(normal(events), offsets),
+        v=quantize(normal(events), offsets),
+    )
+
+
+def tiles(matrix: MXFP8Tensor, offsets: Tensor, direction: str) -> Tensor:
+    """Scale tiles whose pads are NaN, although the contract says 1: nobody may use them."""
+    rows = matrix.data.shape[0]
+    pads = scatter_scales(torch.zeros_like(matrix.scales), offsets, rows, direction) == SCALE_ONE
+    return torch.where(pads, POISON, scatter_scales(matrix.scales, offsets, rows, direction))
+
+
+def attend(p: Problem):
+    sm100 = importlib.import_module("pma.kernels.attention_forward.sm100")
+    operand = sm100.AttentionOperand
+    return sm100.launch(
+        p.spec,
+        operand(p.q.data, tiles(p.q, p.seed_offsets, "row")),
+        operand(p.k.data, tiles(p.k, p.offsets, "row")),
+        operand(p.v.data, tiles(p.v, p.offsets, "column")),
+        p.offsets,
+    )
+
+
+def shape_of(p: Problem) -> AttentionShape:
+    return AttentionShape(p.spec.num_seeds, p.spec.num_heads)
+
+
+def expected(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference with the kernel's rounding points."""
+    return reference.attention_forward(p.q, p.k, p.v, p.offsets, shape_of(p), p.spec.numerics.token(), p.spec.out_dtype)
+
+
+def exact(p: Problem):
+    """Attention of the same operands in float64, P not rounded."""
+    pairs = ((p.q, p.seed_offsets), (p.k, p.offsets), (p.v, p.offsets))
+    values = [dequantize(*matrix, offsets, torch.float64) for matrix, offsets in pairs]
+    return attention_forward(Operands(*values, p.offsets), shape_of(p), PlainRounding(torch.float64))
+
+
+def check(p: Problem, actual) -> None:
+    """As near to float64 as the reference, within the kernel budget; ⌊log2 l⌋ equal but next to a power of two."""
+    out, lse, row_sum_log2 = expected(p)
+    true = exact(p)
+    budget = KERNEL_BUDGET * relative_error(out, true.out) + ULPS_FP32
+    assert relative_error(actual.out, true.out) <= budget
+    for index in range(len(p.offsets) - 1):  # a short segment must not hide behind long ones
+        own = KERNEL_BUDGET * relative_error(out[index], true.out[index]) + 2 * budget
+        assert relative_error(actual.out[index], true.out[index]) <= own, index
+    is_empty = p.offsets.diff() == 0
+    assert (actual.out[is_empty] == 0).all() and (actual.lse[is_empty] == -torch.inf).all()
+    assert (actual.row_sum_log2[is_empty] == -127).all()
+    there = ~is_empty
+    magnitude = 1 + lse[there].abs().max() if there.any() else 1
+    assert ((actual.lse[there] - lse[there]).abs() <= ULPS_FP32 * magnitude * 4).all()
+    differs = actual.row_sum_log2 != row_sum_log2
+    log2 = (true.lse - true.lse.floor())[differs]
+    assert differs.double().mean() < 0.2, log2
+    assert ((actual.row_sum_log2 - row_sum_log2)[differs].abs() == 1).all()
+
+
+CASES = {
+    "two seed tiles": make_problem(LENGTHS, 128, 1, 256),
+    "three heads, part of a seed tile": make_problem(SHORT, 128, 3, 200),
+    "one seed": make_problem(LENGTHS, 128, 1, 1),
+    "three seed tiles": make_problem((300, 40), 128, 1, 384),
+    "four seed tiles, heads of 64": make_problem(SHORT, 64, 3, 512),
+    "32 seeds, one head of 64": make_problem(SHORT, 64, 1, 32),
+    "seeds of each segment": make_problem(SHORT, 128, 1, 200, is_shared=False),
+    "seeds of each segment, heads of 64": make_problem(SHORT, 64, 2, 128, is_shared=False),
+    "scales of P by block": make_problem(SHORT, 128, 1, 200, numerics=AttentionNumerics(p_cast="block")),
+    "forward order": make_problem(SHORT, 128, 1, 200, numerics=AttentionNumerics(kv_order="forward")),
+    "quantised sum": make_problem(SHORT, 128, 1, 200, numerics=AttentionNumerics(denominator="quantized")),
+    "lazy rescaling, sharp scores": make_problem(
+        SHORT, 128, 1, 200, spread=4.0, numerics=AttentionNumerics(p_scale_log2=4, rescale_threshold_log2=4.0)
+    ),
+    "scales by block, quantised sum": make_problem(
+        SHORT, 128, 1, 200, numerics=AttentionNumerics(p_cast="block", denominator="quantized", kv_order="forward")
+    ),
+    "bf16": make_problem(SHORT, 128, 1, 200, out_dtype=torch.bfloat16),
+    "fp16": make_problem((40,), 128, 1, 200, out_dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_right_and_silent(on, name):
+    p = CASES[name]
+    with on(p.spec.groups):
+        actual = attend(p)
+    check(p, actual)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1, 21))
+@pytest.mark.parametrize("name", CASES)
+def test_right_and_silent_whatever_the_order(on, name, seed):
+    p = CASES[name]
+    with on(p.spec.groups * (1 + seed % 2), seed):
+        actual = attend(p)
+    check(p, actual)
+
+
+def test_the_order_of_completion_changes_no_bit(on):
+    p = CASES["three heads, part of a seed tile"]
+    results = []
+    for seed, ctas in ((0, 1), (1, 1), (2, 2)):
+        with on(p.spec.groups * ctas, seed):
+            results.append(attend(p))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+# ------------------------------------------------------------------------------------- jagged and degenerate input
+
+
+def part(p: Problem, segment: int) -> Problem:
+    """One segment alone."""
+    begin, end = p.offsets[segment].item(), p.offsets[segment + 1].item()
+    slots = slice(begin // 32 + segment, begin // 32 + segment + (end - begin) // 32 + 1)
+
+    def cut(matrix: MXFP8Tensor) -> MXFP8Tensor:
+        return MXFP8Tensor(matrix.data[begin:end].clone(), matrix.scales[slots].clone())
+
+    return p._replace(k=cut(p.k), v=cut(p.v), offsets=torch.tensor([0, end - begin]))
+
+
+def test_neighbours_change_no_bit(on):
+    p = CASES["two seed tiles"]
+    with on(1):
+        together = attend(p)
+    for segment in (3, 4, 7):
+        with on(1):
+            alone = attend(part(p, segment))
+        for whole, single in zip(together, alone, strict=True):
+            assert torch.equal(whole[segment], single[0])
+
+
+def test_nan_outside_the_segments_and_in_a_neighbour_changes_nothing(on):
+    p = CASES["three heads, part of a seed tile"]
+    with on(3):
+        clean = attend(p)
+    tail = torch.full((70, p.spec.columns), NAN_PAYLOAD, dtype=torch.uint8)
+    k, v = (MXFP8Tensor(torch.cat([m.data, tail]), torch.cat([m.scales, m.scales[:3]])) for m in (p.k, p.v))
+    k.data[129:140], v.data[129:140] = NAN_PAYLOAD, NAN_PAYLOAD  # the first events of the segment of 300
+    with on(3):
+        spoiled = attend(p._replace(k=k, v=v))
+    for segment in (0, 1, 3):
+        assert torch.equal(spoiled.out[segment], clean.out[segment])
+        assert torch.equal(spoiled.lse[segment], clean.lse[segment])
+    assert spoiled.out[2].isnan().all()
+
+
+@pytest.mark.parametrize(("denominator", "error"), [("quantized", ULPS_FP32), ("fp32", 0.01)])
+def test_equal_values_come_back(on, denominator, error):
+    """V = 1: exactly with the sum of the cast P, but for the reciprocal; within 1 % with that of P."""
+    p = make_problem(SHORT, 128, 1, 64, numerics=AttentionNumerics(denominator=denominator))
+    p = p._replace(v=quantize(torch.ones(p.v.data.shape), p.offsets))
+    with on(1):
+        out = attend(p).out[[0, 2, 3]]
+    assert relative_error(out, torch.ones_like(out)) <= error
+
+
+def test_one_event_returns_its_value(on):
+    p = make_problem((1, 1, 1), 128, 1, 32, out_dtype=torch.bfloat16)
+    with on(1):
+        out = attend(p).out
+    values = dequantize(*p.v, p.offsets).bfloat16()
+    assert torch.equal(out, values[:, None].expand_as(out))
+
+
+def test_no_events_at_all(on):
+    for lengths in ((0, 0, 0), ()):
+        p = make_problem(lengths, 128, 1, 64)
+        with on(1):
+            result = attend(p)
+        assert result.out.shape == (len(lengths), 64, 128)
+        assert (result.out == 0).all() and (result.lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"head_dim": 96}, "head width must be 64 or 128, got 96"),
+        ({"numerics": AttentionNumerics(kv_tile=64)}, "kv_tile must be 128, got 64"),
+        ({"numerics": AttentionNumerics(repeated_max_guard=True)}, "repeated_max_guard must be False"),
+        ({"out_dtype": torch.float64}, "out_dtype must be bfloat16, float16 or float32, got torch.float64"),
+        ({"offsets_dtype": torch.int16}, "offsets must be int32 or int64, got torch.int16"),
+    ],
+)
+def test_refusals(changes, message):
+    fields = {
+        "head_dim": 128, "num_heads": 1, "num_seeds": 1, "is_shared": True, "numerics": DEFAULT,
+        "out_dtype": torch.float32, "offsets_dtype": torch.int64,
+    }  # fmt: skip
+    assert message in AttentionForwardSpec(**(fields | changes)).why_unsupported()
