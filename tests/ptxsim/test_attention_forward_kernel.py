@@ -260,21 +260,3 @@ def test_no_events_at_all(on):
             result = attend(p)
         assert result.out.shape == (len(lengths), 64, 128)
         assert (result.out == 0).all() and (result.lse == -torch.inf).all()
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"head_dim": 96}, "head width must be 64 or 128, got 96"),
-        ({"numerics": AttentionNumerics(kv_tile=64)}, "kv_tile must be 128, got 64"),
-        ({"numerics": AttentionNumerics(repeated_max_guard=True)}, "repeated_max_guard must be False"),
-        ({"out_dtype": torch.float64}, "out_dtype must be bfloat16, float16 or float32, got torch.float64"),
-        ({"offsets_dtype": torch.int16}, "offsets must be int32 or int64, got torch.int16"),
-    ],
-)
-def test_refusals(changes, message):
-    fields = {
-        "head_dim": 128, "num_heads": 1, "num_seeds": 1, "is_shared": True, "numerics": DEFAULT,
-        "out_dtype": torch.float32, "offsets_dtype": torch.int64,
-    }  # fmt: skip
-    assert message in AttentionForwardSpec(**(fields | changes)).why_unsupported()

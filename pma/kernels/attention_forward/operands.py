@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 
 class AttentionForwardOperands(NamedTuple):
@@ -88,3 +88,18 @@ class Share(NamedTuple):
     head: Int32
     seed_tile: Int32  # the first of its two
     stages: Int32  # 1 or 2 seed tiles
+
+
+class Place(NamedTuple):
+    """Where a softmax warp works."""
+
+    stage: Int32
+    region: cute.Pointer  # tensor memory of the stage's scores
+
+
+class Row(NamedTuple):
+    """What softmax knows of a row of scores after some KV tiles."""
+
+    maximum: Float32  # what P is relative to
+    total: Float32  # sum of P, in units of its static scale
+    divisor: Float32  # the same of the cast P, if it is asked for

@@ -45,7 +45,9 @@ from pma.kernels.attention_forward.operands import (
     AttentionForwardOperands,
     Fragments,
     Loads,
+    Place,
     Ring,
+    Row,
     Share,
     Shared,
     Work,
@@ -252,6 +254,11 @@ class AttentionForward:
         if const_expr(self.numerics.kv_order == "reverse"):
             tile = work.steps - 1 - step
         return tile, cutlass.min(work.num_rows - tile * TILE, TILE)
+
+    @cute.jit
+    def rows_of_tail(self, work: Work) -> Int32:
+        """Events of a segment's last tile."""
+        return work.num_rows - (work.steps - 1) * TILE
 
     # --------------------------------------------------------------------------------------------------- loading
 
@@ -500,43 +507,50 @@ class AttentionForward:
 
     @cute.jit
     def softmax(self, o: AttentionForwardOperands, shared: Shared, tensor_memory: cute.Pointer, stage: Int32):
-        region = tensor_memory + stage * SCORE_COLUMNS
-        parity, message_parity, turn = Int32(0), Int32(1), Int32(0)
+        place = Place(stage, tensor_memory + stage * SCORE_COLUMNS)
+        parity, turn = Int32(0), Int32(0)  # parity of a segment's first step: scores and messages keep step
         work = self.work(o, turn)
         if stage >= self.share().stages:
             work = work._replace(segment=Int32(-1))
+        is_reversed = const_expr(self.numerics.kv_order == "reverse")
         while work.segment >= 0:
-            maximum, total, divisor = -Float32.inf, Float32(0.0), Float32(0.0)
-            for step in cutlass.range(work.steps):
-                _, num_rows = self.kv_tile(work, step)
-                cute.arch.mbarrier_wait(shared.scores + stage, parity)
-                parity ^= 1
-                scores = load_row(region, TILE, CHUNK)
-                self.arrive(shared.drained + stage)
-                if num_rows < TILE:
-                    for column in cutlass.range_constexpr(TILE):
-                        scores[column] = scores[column] if column < num_rows else -Float32.inf
-                maxima = block_maxima(scores)
-                new = self.new_maximum(maximum, maxima)
-                factor = cute.arch.exp2((maximum - finite(new)) * self.scale_log2)
-                maximum = new
-                if step > 0:
-                    self.send(shared, stage, message_parity, ((shared.factors, factor),))
-                    message_parity ^= 1
-                shift = self.p_scale_log2 - finite(maximum) * self.scale_log2
-                exp2_of_row(scores, Float32(self.scale_log2), shift, self.config.emulated)
-                total = total * factor + sum_of(scores)
-                rounded = self.store_weights(region, scores, maxima, shift)
-                divisor = divisor * factor + rounded
-                self.arrive(shared.weights + stage)
-            if work.steps > 0:
-                what = ((shared.factors, total), (shared.maxima, maximum))
+            row = Row(-Float32.inf, Float32(0.0), Float32(0.0))
+            if work.steps > 0:  # only the segment's last tile is masked
+                if const_expr(is_reversed):
+                    row = self.softmax_step(shared, place, (Int32(0), parity), self.rows_of_tail(work), row)
+                for step in cutlass.range(1 if is_reversed else 0, work.steps if is_reversed else work.steps - 1):
+                    row = self.softmax_step(shared, place, (step, parity ^ step & 1), None, row)
+                if const_expr(not is_reversed):
+                    last = work.steps - 1
+                    row = self.softmax_step(shared, place, (last, parity ^ last & 1), self.rows_of_tail(work), row)
+                parity ^= work.steps & 1
+                what = ((shared.factors, row.total), (shared.maxima, row.maximum))
                 if const_expr(self.numerics.denominator == "quantized"):
-                    what = (*what, (shared.divisors, divisor))
-                self.send(shared, stage, message_parity, what)
-                message_parity ^= 1
+                    what = (*what, (shared.divisors, row.divisor))
+                self.send(shared, stage, parity, what)
             turn += 1
             work = self.work(o, turn)
+
+    @cute.jit
+    def softmax_step(self, shared: Shared, place: Place, turn, num_rows, row: Row) -> Row:
+        """One KV tile. turn: (step of the segment, parity); num_rows: events of the tile, None if it is full."""
+        step, parity = turn
+        cute.arch.mbarrier_wait(shared.scores + place.stage, parity)
+        scores = load_row(place.region, TILE, CHUNK)
+        self.arrive(shared.drained + place.stage)
+        if const_expr(num_rows is not None):
+            mask_behind(scores, num_rows)
+        maxima = block_maxima(scores)
+        maximum = self.new_maximum(row.maximum, maxima)
+        factor = cute.arch.exp2((row.maximum - finite(maximum)) * self.scale_log2)
+        if step > 0:
+            self.send(shared, place.stage, parity, ((shared.factors, factor),))
+        shift = self.p_scale_log2 - finite(maximum) * self.scale_log2
+        exp2_of_row(scores, Float32(self.scale_log2), shift, self.config.emulated)
+        total = row.total * factor + sum_of(scores)
+        rounded = self.store_weights(place.region, scores, maxima, shift)
+        self.arrive(shared.weights + place.stage)
+        return Row(maximum, total, row.divisor * factor + rounded)
 
     @cute.jit
     def arrive(self, barrier: cute.Pointer):
@@ -693,6 +707,17 @@ class AttentionForward:
 def finite(maximum: Float32) -> Float32:
     """The maximum, 0 where there is none."""
     return Float32(0.0) if maximum == -Float32.inf else maximum
+
+
+@cute.jit
+def mask_behind(row: cute.Tensor, count: Int32):
+    """Set to −∞ what stands behind the first `count` values."""
+    for block in cutlass.range_constexpr(cute.size(row) // 32):
+        left = cutlass.max(count - 32 * block, 0)
+        bits = Uint32(0xFFFFFFFF) if left >= 32 else (Uint32(1) << Uint32(left)) - 1
+        for column in cutlass.range_constexpr(32):
+            index = 32 * block + column
+            row[index] = row[index] if (bits >> column) & 1 != 0 else -Float32.inf
 
 
 @cute.jit

@@ -1,0 +1,115 @@
+"""Attention forward compiled for Blackwell without a GPU: machine code, shared and tensor memory, refusals."""
+
+import importlib
+import itertools
+
+import pytest
+import torch
+from disassembly import Disassembly, disassemble
+
+from pma.kernels.attention_forward.spec import (
+    OUT_COLUMN,
+    STAGES,
+    TENSOR_COLUMNS,
+    TILE,
+    AttentionForwardSpec,
+    choose_config,
+)
+from pma.kernels.device_facts import SM100, SM103
+from pma.numerics import AttentionNumerics
+
+BF16, FP16, FP32, I32, I64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
+FACTS = (SM100, SM103)
+DEFAULT = AttentionNumerics()
+BLOCK_SCALES = AttentionNumerics(p_cast="block")
+QUANTIZED_SUM = AttentionNumerics(denominator="quantized")
+LAZY = AttentionNumerics(kv_order="forward", p_scale_log2=4, rescale_threshold_log2=4.0)
+CASES = {
+    "heads-of-128": AttentionForwardSpec(128, 3, 512, True, DEFAULT, BF16, I64),
+    "heads-of-64": AttentionForwardSpec(64, 6, 512, True, DEFAULT, BF16, I32),
+    "seeds-of-each-segment": AttentionForwardSpec(128, 3, 200, False, DEFAULT, FP16, I64),
+    "scales-of-P-by-block": AttentionForwardSpec(128, 1, 512, True, BLOCK_SCALES, BF16, I64),
+    "quantized-sum": AttentionForwardSpec(128, 1, 512, True, QUANTIZED_SUM, BF16, I64),
+    "forward-order-lazy-fp32": AttentionForwardSpec(128, 1, 512, True, LAZY, FP32, I64),
+}
+UNROLLED = 2 * STAGES  # the first scores and those of a step stand in the code, for both stages
+
+
+# Every case is compiled for sm_100a; a few show that what they use exists on sm_103a.
+COMPILATIONS = [(name, SM100) for name in CASES] + [("heads-of-128", SM103), ("scales-of-P-by-block", SM103)]
+
+
+@pytest.mark.parametrize(("name", "facts"), COMPILATIONS, ids=[f"{f.arch}-{name}" for name, f in COMPILATIONS])
+def test_machine_code(name, facts, tmp_path, allocated, record_property):
+    sm100 = importlib.import_module("pma.kernels.attention_forward.sm100")
+    totals, spec = allocated(sm100), CASES[name]
+    assert spec.why_unsupported() is None
+    config = choose_config(spec, facts)
+    sm100.build(facts.arch, spec, config, options=f"--keep-cubin --dump-dir {tmp_path}")
+    (cubin,) = tmp_path.glob("*.cubin")
+    code = disassemble(cubin)
+    record_property("registers", code.registers)
+    record_property("shared_bytes", totals[-1])
+    print(f"{facts.arch} {name}: {code.registers} registers, {totals[-1]} bytes shared, {config}")
+    check_products(code, spec)
+    check_registers(code, config.threads, facts.registers_per_sm)
+    check_softmax(code, spec, config.emulated)
+    assert totals[-1] <= config.shared_bytes(spec) <= facts.shared_bytes_per_block
+
+
+def check_products(code: Disassembly, spec: AttentionForwardSpec) -> None:
+    blocks = spec.head_dim // 32
+    heads_of_a_tile = TILE // spec.head_dim
+    products = code.starting_with("UTCQMMA")
+    assert len(products) == UNROLLED * blocks * heads_of_a_tile + STAGES * TILE // 32, "all products are block-scaled"
+    assert not code.starting_with("UTCHMMA", "UTCIMMA")
+    scales_of_weights = 1 if spec.numerics.p_cast == "block" else 2  # of V; of P where they are constant
+    assert len(code.starting_with("UTCCP")) == 2 * UNROLLED + STAGES * scales_of_weights
+
+
+def check_registers(code: Disassembly, threads: int, available: int) -> None:
+    spills = code.starting_with("LDL", "STL")
+    assert not spills, f"{len(spills)} accesses to local memory"
+    assert code.registers * threads <= available
+    assert len(code.starting_with("USETMAXREG")) == 3, "softmax, correction and the others"
+
+
+def check_softmax(code: Disassembly, spec: AttentionForwardSpec, emulated: int) -> None:
+    steps = 2  # of a full tile and of a masked one
+    assert len(code.starting_with("FMNMX3")) >= steps * 60, "maxima of three values"
+    casts = [name for name in code.starting_with("F2FP") if "E4M3.F32" in name]
+    assert len(casts) == steps * TILE // 2 and all("SATFINITE" in name for name in casts)
+    exponentials = steps * TILE * (16 - emulated) // 16
+    factors = steps + (steps * TILE // 32 if spec.numerics.p_cast == "block" else 0)
+    assert len(code.starting_with("MUFU.EX2")) == exponentials + factors
+    assert bool(code.starting_with("FADD2")) and bool(code.starting_with("FFMA2")), "arithmetic in pairs"
+
+
+# ------------------------------------------------------------------------------------------ arithmetic
+
+
+@pytest.mark.parametrize("facts", FACTS, ids=lambda facts: facts.arch)
+def test_config_of_every_shape(facts):
+    for head_dim, is_shared, num_seeds in itertools.product((64, 128), (True, False), (1, 128, 200, 512)):
+        spec = AttentionForwardSpec(head_dim, 3, num_seeds, is_shared, DEFAULT, BF16, I64)
+        config = choose_config(spec, facts)
+        assert config.shared_bytes(spec) <= facts.shared_bytes_per_block
+        assert config.kv_buffers >= 4, "K and V of two steps"
+        assert config.q_buffers == (1 if is_shared else 2)
+        assert OUT_COLUMN + STAGES * TILE == TENSOR_COLUMNS == 512
+        assert spec.groups == 3 * -(-num_seeds // 256)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 96}, "head width must be 64 or 128, got 96"),
+        ({"numerics": AttentionNumerics(kv_tile=64)}, "kv_tile must be 128, got 64"),
+        ({"numerics": AttentionNumerics(repeated_max_guard=True)}, "repeated_max_guard must be False, got True"),
+        ({"out_dtype": torch.float64}, "out_dtype must be bfloat16, float16 or float32, got torch.float64"),
+        ({"offsets_dtype": torch.int16}, "offsets must be int32 or int64, got torch.int16"),
+    ],
+)
+def test_refusals(changes, message):
+    fields = vars(CASES["heads-of-128"]) | changes
+    assert message in AttentionForwardSpec(**fields).why_unsupported()
