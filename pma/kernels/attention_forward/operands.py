@@ -48,11 +48,12 @@ class Shared(NamedTuple):
     scores: cute.Pointer  # S(i) is there: product → softmax
     drained: cute.Pointer  # S(i) has been read: softmax → product
     weights: cute.Pointer  # P(i) is there and O(i) may be added to: softmax and correction → product
-    sums: cute.Pointer  # O(i) has been added to: product → correction
-    messages: Ring  # row factors, or at a segment's end totals: softmax → correction
-    done: cute.Pointer  # one: all products
+    sums: cute.Pointer  # O(i) of a segment is there: product → correction
+    corrections: cute.Pointer  # factors of O(i) are there: softmax → correction
+    ends: Ring  # totals, divisors and maxima of a segment: softmax → correction
     tensor_memory: cute.Pointer  # where its address is told
-    factors: cute.Tensor  # [128, 2] float32: of O's rows; at a segment's end the sum of P's row
+    factors: cute.Tensor  # [128, 2] float32: of O's rows
+    totals: cute.Tensor  # [128, 2] float32: sums of P's rows
     divisors: cute.Tensor  # [128, 2] float32: what O's rows are divided by
     maxima: cute.Tensor  # [128, 2] float32: what P's rows are relative to
     p_scales: cute.Tensor  # [512] bytes, all equal: a scale tile

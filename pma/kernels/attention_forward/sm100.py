@@ -23,6 +23,10 @@ Order of products: O0 S0' O1 S1' with S' of the next KV tile, also where that be
 KV"): softmax never waits for a segment's end. Correction of the next segment's first tile is nothing but the permission
 to overwrite O, given when the rows have been read for storing.
 
+What softmax tells correction needs no answer within a segment: `scores[i]` says that all earlier products are done, so
+O(i) may be rescaled, and that O(i) was issued, so the last factor has been read. Only what a segment ended with waits
+for the end before it to be read, behind the row sum.
+
 Bound, reckoned for B200 at D = 128: for two seed tiles and one KV tile 2,048 clocks of exponentials without emulation,
 about 1,300 with 6 of 16 emulated, against 1,024 of the tensor core.
 """
@@ -199,10 +203,11 @@ class AttentionForward:
             drained=barriers(STAGES),
             weights=barriers(STAGES),
             sums=barriers(STAGES),
-            messages=ring(STAGES),
-            done=barriers(1),
+            corrections=barriers(STAGES),
+            ends=ring(STAGES),
             tensor_memory=smem.allocate_array(Int32, 1),
             factors=rows(),
+            totals=rows(),
             divisors=rows(),
             maxima=rows(),
             p_scales=smem.allocate_tensor(Uint8, cute.make_layout(TILE_BYTES), 128),
@@ -221,9 +226,9 @@ class AttentionForward:
             cute.arch.mbarrier_init(shared.drained + stage, 4)
             cute.arch.mbarrier_init(shared.weights + stage, 4 + CORRECTION_WARPS)
             cute.arch.mbarrier_init(shared.sums + stage, 1)
-            cute.arch.mbarrier_init(shared.messages.full + stage, 4)
-            cute.arch.mbarrier_init(shared.messages.empty + stage, CORRECTION_WARPS)
-        cute.arch.mbarrier_init(shared.done, 1)
+            cute.arch.mbarrier_init(shared.corrections + stage, 4)
+            cute.arch.mbarrier_init(shared.ends.full + stage, 4)
+            cute.arch.mbarrier_init(shared.ends.empty + stage, CORRECTION_WARPS)
 
     # ------------------------------------------------------------------------------------------------------ work
 
@@ -381,6 +386,8 @@ class AttentionForward:
                         self.multiply_weights(shared, share, f, (stage, v_buffer, step, num_rows), tensor_memory)
                         if stage == share.stages - 1:
                             self.release(shared.kv.empty + v_buffer)
+                        if is_last:
+                            self.release(shared.sums + stage)
                         if has_next:
                             if const_expr(stage == 0):
                                 cute.arch.mbarrier_wait(shared.kv.full + buffer, parity)
@@ -397,8 +404,6 @@ class AttentionForward:
                     buffer, parity = next_stage(buffer, parity, self.config.kv_buffers)
                 step_parity ^= 1
             work = following
-        self.release(shared.done)  # what still runs uses tensor memory and arrives at barriers
-        cute.arch.mbarrier_wait(shared.done, 0)
 
     @cute.jit
     def next_work(self, o: AttentionForwardOperands, turn: Int32):
@@ -477,7 +482,6 @@ class AttentionForward:
                 product.set(tcgen05.Field.SFB, v_scales[block])
                 p, v = f.p[stage][None, None, block], f.v[None, None, block, buffer]
                 cute.gemm(product, f.sums[stage], p, v, f.sums[stage])
-        self.release(shared.sums + stage)
 
     def scale_blocks(self, address: cute.Pointer) -> list[cute.Pointer]:
         """Where the scales of each block of 32 along the contraction begin, of a scale tile in tensor memory."""
@@ -508,7 +512,7 @@ class AttentionForward:
     @cute.jit
     def softmax(self, o: AttentionForwardOperands, shared: Shared, tensor_memory: cute.Pointer, stage: Int32):
         place = Place(stage, tensor_memory + stage * SCORE_COLUMNS)
-        parity, turn = Int32(0), Int32(0)  # parity of a segment's first step: scores and messages keep step
+        parity, end_parity, turn = Int32(0), Int32(1), Int32(0)
         work = self.work(o, turn)
         if stage >= self.share().stages:
             work = work._replace(segment=Int32(-1))
@@ -524,10 +528,8 @@ class AttentionForward:
                     last = work.steps - 1
                     row = self.softmax_step(shared, place, (last, parity ^ last & 1), self.rows_of_tail(work), row)
                 parity ^= work.steps & 1
-                what = ((shared.factors, row.total), (shared.maxima, row.maximum))
-                if const_expr(self.numerics.denominator == "quantized"):
-                    what = (*what, (shared.divisors, row.divisor))
-                self.send(shared, stage, parity, what)
+                self.end_segment(shared, stage, end_parity, row)
+                end_parity ^= 1
             turn += 1
             work = self.work(o, turn)
 
@@ -544,7 +546,9 @@ class AttentionForward:
         maximum = self.new_maximum(row.maximum, maxima)
         factor = cute.arch.exp2((row.maximum - finite(maximum)) * self.scale_log2)
         if step > 0:
-            self.send(shared, place.stage, parity, ((shared.factors, factor),))
+            thread, _, _ = cute.arch.thread_idx()
+            shared.factors[thread % TILE, place.stage] = factor
+            self.arrive(shared.corrections + place.stage)
         shift = self.p_scale_log2 - finite(maximum) * self.scale_log2
         exp2_of_row(scores, Float32(self.scale_log2), shift, self.config.emulated)
         total = row.total * factor + sum_of(scores)
@@ -560,13 +564,15 @@ class AttentionForward:
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
-    def send(self, shared: Shared, stage: Int32, parity: Int32, what):
-        """Tell the correction warps something about each row. what: pairs of a place and a value."""
+    def end_segment(self, shared: Shared, stage: Int32, parity: Int32, row: Row):
+        """Tell the correction warps what a segment ended with."""
         thread, _, _ = cute.arch.thread_idx()
-        cute.arch.mbarrier_wait(shared.messages.empty + stage, parity)
-        for place, value in what:
-            place[thread % TILE, stage] = value
-        self.arrive(shared.messages.full + stage)
+        cute.arch.mbarrier_wait(shared.ends.empty + stage, parity)
+        shared.totals[thread % TILE, stage] = row.total
+        shared.maxima[thread % TILE, stage] = row.maximum
+        if const_expr(self.numerics.denominator == "quantized"):
+            shared.divisors[thread % TILE, stage] = row.divisor
+        self.arrive(shared.ends.full + stage)
 
     @cute.jit
     def new_maximum(self, maximum: Float32, maxima: cute.Tensor) -> Float32:
@@ -615,7 +621,7 @@ class AttentionForward:
     def correct(self, o: AttentionForwardOperands, shared: Shared, tensor_memory: cute.Pointer):
         thread, _, _ = cute.arch.thread_idx()
         share, row = self.share(), thread % TILE
-        message_parity, sums_parity, turn = Int32(0), Int32(0), Int32(0)
+        parity, end_parity, turn = Int32(0), Int32(0), Int32(0)
         work = self.work(o, turn)
         while work.segment >= 0:
             if work.steps > 0:
@@ -623,30 +629,26 @@ class AttentionForward:
                     self.arrive(shared.weights + stage)  # the first step overwrites O
             for _step in cutlass.range(work.steps - 1):
                 for stage in cutlass.range(share.stages):
-                    cute.arch.mbarrier_wait(shared.messages.full + stage, message_parity)
+                    cute.arch.mbarrier_wait(shared.corrections + stage, parity)
                     factor = shared.factors[row, stage]
-                    self.arrive(shared.messages.empty + stage)
-                    cute.arch.mbarrier_wait(shared.sums + stage, sums_parity)
                     if cute.arch.vote_any_sync(factor != 1.0):
                         self.rescale(tensor_memory + OUT_COLUMN + stage * SCORE_COLUMNS, factor)
                     self.arrive(shared.weights + stage)
-                message_parity ^= 1
-                sums_parity ^= 1
+                parity ^= 1
             for stage in cutlass.range(share.stages):
                 total, maximum, divisor = Float32(0.0), -Float32.inf, Float32(0.0)
                 if work.steps > 0:
-                    cute.arch.mbarrier_wait(shared.messages.full + stage, message_parity)
-                    total, maximum = shared.factors[row, stage], shared.maxima[row, stage]
+                    cute.arch.mbarrier_wait(shared.ends.full + stage, end_parity)
+                    total, maximum = shared.totals[row, stage], shared.maxima[row, stage]
                     divisor = total
                     if const_expr(self.numerics.denominator == "quantized"):
                         divisor = shared.divisors[row, stage]
-                    self.arrive(shared.messages.empty + stage)
-                    cute.arch.mbarrier_wait(shared.sums + stage, sums_parity)
+                    self.arrive(shared.ends.empty + stage)
+                    cute.arch.mbarrier_wait(shared.sums + stage, end_parity)
                 self.store_out(o, work, share, stage, (tensor_memory, divisor))
                 self.store_state(o, work, share, stage, (total, maximum))
             if work.steps > 0:
-                message_parity ^= 1
-                sums_parity ^= 1
+                end_parity ^= 1
             turn += 1
             work = self.work(o, turn)
 
