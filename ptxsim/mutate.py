@@ -292,14 +292,15 @@ def _summary(sign: str, message: str) -> str:
 
 def study(
     case: Case, kernel: str = "", seeds: Sequence[int] = (0, 1), *, limit: int | None = None,
-    suppressions: Sequence[Suppression] = (), progress: Callable[[Verdict], None] = lambda verdict: None,
+    only: Callable[[Mutant], bool] = lambda mutant: True, suppressions: Sequence[Suppression] = (),
+    progress: Callable[[Verdict], None] = lambda verdict: None,
 ) -> Study:  # fmt: skip
     """Run a case unmodified, then once for each mutant of its kernels until a seed notices.
 
     Args:
         case: takes options for `ptxsim.simulate`; raises AssertionError, or returns a complaint, if results are wrong.
         kernel: regular expression, searched for in the names of the kernels to mutate.
-        limit: at most so many mutants.
+        limit: at most so many mutants.    only: says which mutants to try.
         suppressions: findings that are none.
         progress: told every verdict.
     Raises:
@@ -321,7 +322,7 @@ def study(
             raise StudyRefused(f"the unmodified case is not right and silent, seed {seed}:\n{said}")
     if not launched:
         raise StudyRefused(f"the case launches no kernel whose name matches {kernel!r}, or takes no `patch` option")
-    planned = [(name, ptx, mutant) for name, ptx in launched for mutant in mutants(ptx, name)]
+    planned = [(name, ptx, mutant) for name, ptx in launched for mutant in mutants(ptx, name) if only(mutant)]
     result = Study()
     for name, ptx, mutant in planned[:limit]:
         verdict = _judge(case, (name, ptx, mutant), seeds, suppressions, max(LEAST_SECONDS, MOST_TIME * slowest))

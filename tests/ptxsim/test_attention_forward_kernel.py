@@ -1,14 +1,14 @@
 """Attention forward in the simulator: right beside float64, jagged without a trace of neighbours and pads, silent."""
 
-import contextlib
 import importlib
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+import ptxsim
 from pma.jagged import equal_offsets
 from pma.kernels.attention_forward.spec import AttentionForwardSpec
 from pma.kernels.device_facts import SM100
@@ -19,6 +19,7 @@ from pma.reference import operators as reference
 from pma.reference.attention import AttentionShape, Operands, attention_forward
 from pma.reference.rounding import PlainRounding
 from pma.testing import KERNEL_BUDGET, ULPS_FP32, relative_error
+from ptxsim.mutate import MBARRIER_WAIT, Mutant, row, study
 
 pytestmark = [pytest.mark.ptxsim]
 LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 300)
@@ -28,23 +29,15 @@ DEFAULT = AttentionNumerics()
 
 
 @pytest.fixture
-def on(simulated, monkeypatch) -> Iterator[Callable]:
-    """`with on(num_sms, seed):` the launcher runs in the simulator, its results in memory full of 0xFF."""
+def on(simulated, gpu_stand_in) -> Callable:
+    """`with on(num_sms, seed):` the launcher runs in the simulator."""
     sm100 = importlib.import_module("pma.kernels.attention_forward.sm100")
-    monkeypatch.setattr(sm100, "device_facts", lambda device: SM100)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    original = torch.empty
-
-    def poisoned(*size, **options) -> Tensor:
-        tensor = original(*size, **options)
-        return tensor.view(torch.uint8).fill_(POISON).view(tensor.dtype) if tensor.numel() else tensor
 
     def start(num_sms: int, seed: int = 0):
-        monkeypatch.setattr(sm100, "num_multiprocessors", lambda device: num_sms)
-        monkeypatch.setattr(torch, "empty", poisoned)
+        gpu_stand_in(SM100, num_sms, sm100)
         return simulated(arch="sm_100a", num_sms=num_sms, seed=seed, check_bounds=True)
 
-    yield start
+    return start
 
 
 # ----------------------------------------------------------------------------------------------- problems
@@ -260,3 +253,33 @@ def test_no_events_at_all(on):
             result = attend(p)
         assert result.out.shape == (len(lengths), 64, 128)
         assert (result.out == 0).all() and (result.lse == -torch.inf).all()
+
+
+# ------------------------------------------------------------------------------------------------ synchronisation
+
+
+def test_every_wait_of_the_product_is_needed(gpu_stand_in):
+    """Among them those that scale factors in a full tensor memory ask for: without one, a race or a deadlock."""
+    sm100 = importlib.import_module("pma.kernels.attention_forward.sm100")
+    p = make_problem((300, 129), 128, 1, 200)
+    gpu_stand_in(SM100, 1, sm100)
+
+    def case(options: dict[str, Any]) -> None:
+        with ptxsim.simulate(arch="sm_100a", num_sms=1, check_bounds=True, **options):
+            check(p, attend(p))
+
+    lines: list[int] = []  # of products, whose warp's part of the text they begin and end
+
+    def note(ptx: str, kernel: str) -> str:
+        lines.extend(n for n, line in enumerate(ptx.splitlines(), 1) if "tcgen05.mma" in line)
+        return ptx
+
+    case({"patch": note})
+    result = study(case, kernel="attention", only=lambda mutant: is_wait(mutant) and lines[0] < mutant.line < lines[-1])
+    assert len(result.verdicts) == 6, "for V, P and O of stage 0, K, S1 read, P and O of stage 1, S0 read"
+    for verdict in result.verdicts:
+        assert verdict.signs.keys() & {"finding", "deadlock"}, row(verdict)
+
+
+def is_wait(mutant: Mutant) -> bool:
+    return mutant.kind == MBARRIER_WAIT

@@ -1,6 +1,6 @@
 """The library's own kernels on a CPU: bits of the reference, and nothing for the checkers to find."""
 
-import contextlib
+import importlib
 
 import pytest
 import torch
@@ -20,25 +20,12 @@ EPS = 1e-6
 
 
 @pytest.fixture(params=ARCHITECTURES)
-def on(request, simulated, monkeypatch):
-    """`with on(seed):` the launchers of `pma.kernels` run in the simulator, on two multiprocessors."""
-    from pma.kernels.quantize import any_arch as quantize_kernel
-    from pma.kernels.rmsnorm_backward import any_arch as backward_kernel
-    from pma.kernels.scatter_scales import any_arch as scatter_kernel
-
-    for module in (quantize_kernel, backward_kernel, scatter_kernel):
-        monkeypatch.setattr(module, "device_facts", lambda device: ARCHITECTURES[request.param])
-        monkeypatch.setattr(module, "num_multiprocessors", lambda device: 1)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    original = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: _poisoned(original(*size, **options)))
+def on(request, simulated, gpu_stand_in):
+    """`with on(seed):` the launchers of `pma.kernels` run in the simulator, on one multiprocessor."""
+    names = ("quantize", "rmsnorm_backward", "scatter_scales")
+    modules = [importlib.import_module(f"pma.kernels.{name}.any_arch") for name in names]
+    gpu_stand_in(ARCHITECTURES[request.param], 1, *modules)
     return lambda seed=1: simulated(arch=request.param, num_sms=1, seed=seed, check_bounds=True)
-
-
-def _poisoned(tensor):
-    if tensor.numel():
-        tensor.view(torch.uint8).fill_(255)
-    return tensor
 
 
 def jagged(columns, dtype=torch.bfloat16, *, head=3, tail=5):
