@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ptxsim.machine.addresses import offset_of, rank_of
+from ptxsim.machine.cluster import MachineFault
 from ptxsim.machine.operands import Operands, lanes_in
 from ptxsim.machine.tma import global_view
 from ptxsim.machine.warp import Warp
@@ -15,11 +16,14 @@ TYPES = {
     "s32": np.int32, "u32": np.uint32, "b32": np.uint32, "f32": np.float32, "s64": np.int64, "u64": np.uint64,
     "b64": np.uint64, "f64": np.float64,
 }  # fmt: skip
+HALVES = {"f16x2": np.float16}
 SHARED_LIMIT = 1 << 28
 
 
 def decode_atomic(instruction: Instruction, operands: Operands) -> Handler:
     words = instruction.words
+    if words[0] == "red" and (words[-1] in HALVES or instruction.operands[1].startswith("{")):
+        return _decode_vector_add(instruction, operands)
     operation = next((word for word in words if word in _OPERATIONS), None)
     if operation is None or words[-1] not in TYPES:
         raise Unsupported(instruction.opcode)
@@ -48,6 +52,30 @@ def decode_atomic(instruction: Instruction, operands: Operands) -> Handler:
             if target is not None:
                 warp.registers[target, lane] = int(np.array([old]).view(bits)[0])
                 warp.mark_written(target, 1 << lane)
+
+    return handler
+
+
+def _decode_vector_add(instruction: Instruction, operands: Operands) -> Handler:
+    """red.global.add of several elements, each on its own atomic: a vector of f32, or pairs of halves."""
+    words, (place_text, values_text) = instruction.words, instruction.operands
+    kind = HALVES.get(words[-1], np.float32)
+    if "add" not in words or "shared" in words or words[-1] not in (*HALVES, "f32"):
+        raise Unsupported(instruction.opcode)
+    address = operands.global_address(place_text)
+    registers = operands.registers(values_text) if values_text.startswith("{") else [operands.register(values_text)]
+    size = 4 * len(registers)
+
+    def handler(warp: Warp, lanes: int) -> None:
+        warp.cta.cluster.activity += 1
+        for lane in lanes_in(lanes):
+            place = address(warp, lane)
+            if place % size:
+                raise MachineFault(f"red of {size} bytes at {place:#x}, which is no multiple of that")
+            added = warp.registers[registers, lane].astype(np.uint32).view(kind)
+            cells = global_view(place, size).view(kind)
+            with np.errstate(over="ignore", invalid="ignore"):
+                cells += added
 
     return handler
 

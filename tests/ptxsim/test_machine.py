@@ -77,6 +77,22 @@ def test_votes_elections_and_reductions():
     assert (rows[:, [0, 1, 2, 4, 5]] == [31, 0, 1, 496, 31]).all() and rows[:, 3].tolist() == [1] + [0] * 31
 
 
+def test_reductions_of_vectors():
+    sums, halves = np.zeros(4, np.float32), np.zeros(8, np.float16)
+    run(
+        """ld.param.u64 %rd1, [p0]; ld.param.u64 %rd2, [p1]; mov.u32 %r1, %tid.x; cvt.rn.f32.u32 %f1, %r1;
+        mov.f32 %f2, 0f3F800000; mov.f32 %f3, 0f40000000; mov.f32 %f4, 0fBF800000; mov.b32 %r2, 0x3C004000;
+        red.global.add.v4.f32 [%rd1], {%f1, %f2, %f3, %f4};
+        red.global.add.noftz.v4.f16x2 [%rd2], {%r2, %r2, %r2, %r2}; ret;""",
+        sums, halves, options=checked(),
+    )  # fmt: skip
+    assert sums.tolist() == [496, 32, 64, -32]
+    assert halves.tolist() == [64, 32] * 4
+    body = "ld.param.u64 %rd1, [p0]; add.s64 %rd1, %rd1, 4; red.global.add.v4.f32 [%rd1], {%f1, %f1, %f1, %f1}; ret;"
+    with pytest.raises(MachineFault, match="red of 16 bytes"):
+        run(body, sums)
+
+
 COPY = """
     ld.param.u64 %rd1, [p0]; ld.param.u64 %rd2, [p1]; mov.u32 %r1, dynamic; mov.u32 %r2, %tid.x;
     setp.ne.u32 %p1, %r2, 0; @%p1 bra READY;
