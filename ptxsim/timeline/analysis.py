@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,13 +35,16 @@ class Window:
 
 
 class Analysis:
-    """Reads a `Result`. The first CTA of the cluster stands for all."""
+    """Reads a `Result`. The first CTA of the cluster stands for all.
 
-    def __init__(self, result: Result):
+    period: products of a step, if it is known from the same trace on another chip; else it is found.
+    """
+
+    def __init__(self, result: Result, period: int | None = None):
         self.result, self.timeline = result, result.timeline
         self.products = self._products()
         self.steady = self._steady()
-        self.period = self._period()
+        self.period = self._period() if period is None else period
 
     # -------------------------------------------------------------------------------------- the steady state
 
@@ -100,6 +103,16 @@ class Analysis:
         last = min(first + self.period, len(products) - 1)
         begin, end = self.result.begin[products[[first, last]]]
         return Window(begin, end, products[first:last])
+
+    def whole_steps(self) -> tuple[Window, int]:
+        """As many whole steps as the steady state has, and how many those are."""
+        products = self.steady.products
+        count = (len(products) - 1) // self.period if self.period else 0
+        if not count:
+            return self.steady, 1
+        last = count * self.period
+        begin, end = self.result.begin[products[[0, last]]]
+        return Window(begin, end, products[:last]), count
 
     # ------------------------------------------------------------------------------------------------- rates
 
@@ -182,6 +195,28 @@ class Analysis:
         chosen = (rows["kind"] == kind) & (rank == 0) & self._inside(self.result.begin, window)
         return float(rows["count"][chosen].sum())
 
+    # ------------------------------------------------------------------------------------------------ issue
+
+    def mix(self) -> list[MixRow]:
+        """Machine instructions of a step by opcode, for each group of warps of the first CTA that run the same code."""
+        window, steps = self.whole_steps()
+        code = self.timeline.mapping.code.instructions
+        groups: dict[frozenset[int], tuple[list[int], Counter[str]]] = {}
+        for warp in np.flatnonzero(self.timeline.trace.warps[:, 0] == 0):
+            span = self.timeline.span(warp)
+            inside = self.timeline.streams[span][self._inside(self.result.issued[span], window)]
+            indices, counts = np.unique(inside & ~np.uint32(EXECUTED), return_counts=True)
+            warps, total = groups.setdefault(frozenset(indices.tolist()), ([], Counter()))
+            warps.append(int(self.timeline.trace.warps[warp, 1]))
+            for index, count in zip(indices.tolist(), counts.tolist(), strict=True):
+                total[".".join(code[index].opcode.split(".")[:2])] += count
+        rows = [
+            MixRow(warps, {opcode: count / steps / len(warps) for opcode, count in total.most_common()})
+            for warps, total in groups.values()
+            if total
+        ]
+        return sorted(rows, key=lambda row: row.warps)
+
     # ------------------------------------------------------------------------------------------------- waits
 
     def waits(self, window: Window | None = None) -> list[WaitRow]:
@@ -199,7 +234,7 @@ class Analysis:
         for warp in np.flatnonzero(self.timeline.trace.warps[:, 0] == 0):
             span = self.timeline.span(warp)
             inside = self._inside(self.result.issued[span], window) & (self.result.causes[span] == ON_BARRIER)
-            lost = (self.result.issued[span] - self.result.ready[span])[inside]
+            lost = (self.result.issued[span] - np.maximum(self.result.ready[span], window.begin))[inside]
             for node, cycles in zip(self.result.blames[span][inside], lost, strict=True):
                 pc = waited_at.get((int(warp), int(node)), -1)
                 row = found.setdefault(
@@ -222,8 +257,20 @@ class Analysis:
         if not 0 <= counter < len(instructions):
             return "?"
         instruction = instructions[counter]
-        source = instruction.source or ""
+        source = (instruction.source or "").rpartition("/")[2]
         return f"{instruction.line} {'.'.join(instruction.words[:2])}" + (f" ({source})" if source else "")
+
+
+@dataclass(frozen=True)
+class MixRow:
+    """Machine instructions of one warp in a step, those with false guards too: they take issue slots as well."""
+
+    warps: list[int]
+    counts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.counts.values())
 
 
 class WaitRow:

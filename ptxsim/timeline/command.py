@@ -3,6 +3,8 @@
     python -m ptxsim timeline path/to/case.py:function --chip b200 --picture step.png
     python -m ptxsim timeline trace.npz --chip gb300
 
+PTX lines have their line of Python where the DSL was told to say it, before it compiles: CUTE_DSL_LINEINFO=1.
+
 A case takes options of `ptxsim.simulate`, as for `mutate`; its traces can be kept with --save and replayed without
 running it again. The prediction assumes that every SM is busy with the same steady state.
 """
@@ -14,13 +16,14 @@ import sys
 from pathlib import Path
 
 from ptxsim.mutate import load_case
-from ptxsim.timeline import study
+from ptxsim.timeline import path, study
 from ptxsim.timeline.analysis import Analysis
 from ptxsim.timeline.parameters import Chip, chip_names, load_chip
 from ptxsim.timeline.replay import Timeline
 from ptxsim.timeline.trace import Trace
 
 ROWS = 12  # of the table of waits
+OPCODES = 12  # of a warp's instructions
 NAME_WIDTH = 70
 RELEASES_SHOWN = 3
 
@@ -32,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", type=Path, metavar="FILE.npz", help="keep the trace")
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw one steady step")
     parser.add_argument("--draws", type=int, default=study.DRAWS, help="of the assumed parameters, for the band")
+    parser.add_argument("--least-bubble", type=float, default=100, metavar="CYCLES", help="of those that are listed")
     parser.add_argument("--no-what-if", action="store_true", help="leave the what-if table out")
 
 
@@ -47,7 +51,10 @@ def main(arguments: argparse.Namespace) -> int:
     analysis = Analysis(timeline.run(chip))
     print(_header(analysis))
     print(_waits(analysis))
+    print(_chain(analysis))
+    print(_bubbles(analysis, arguments.least_bubble))
     print(_occupancy(analysis))
+    print(_mix(analysis))
     if arguments.picture:
         from ptxsim.timeline.picture import draw  # needs matplotlib
 
@@ -114,6 +121,42 @@ def _ranges(numbers: list[int]) -> str:
         else:
             parts.append([number])
     return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def _chain(analysis: Analysis) -> str:
+    lines = ["", "what one step waited for: from its first product to that of the next step", ""]
+    lines.append(f"{'from':>6}  {'cycles':>7}  {'where':<16} PTX lines, and what the cycles went to")
+    begin = analysis.one_step().begin
+    for leg in path.step_chain(analysis):
+        lines.append(
+            f"{leg.begin - begin:6.0f}  {leg.cycles:7.0f}  {leg.place:<16} {leg.first}-{leg.last}: {_causes(leg)}"
+        )
+    return "\n".join(lines)
+
+
+def _causes(leg: path.Leg) -> str:
+    return ", ".join(f"{cause} {cycles:.0f}" for cause, cycles in leg.causes.most_common() if cycles >= 1)
+
+
+def _bubbles(analysis: Analysis, least: float) -> str:
+    lines = [
+        "",
+        f"tensor core idle for {least:.0f} cycles or more in that step, and what the next product waited for",
+        "",
+    ]
+    begin = analysis.one_step().begin
+    for bubble in path.bubbles(analysis, least):
+        legs = "; ".join(f"{leg.place} {leg.cycles:.0f} ({_causes(leg)})" for leg in bubble.chain)
+        lines.append(f"{bubble.begin - begin:6.0f}  {bubble.cycles:7.0f}  {legs}")
+    return "\n".join(lines) if len(lines) > 3 else "\n".join([*lines, "none"])
+
+
+def _mix(analysis: Analysis) -> str:
+    lines = ["", "machine instructions of one warp in a step", ""]
+    for row in analysis.mix():
+        shown = ", ".join(f"{count:.0f} {opcode}" for opcode, count in list(row.counts.items())[:OPCODES])
+        lines.append(f"warps {_ranges(sorted(row.warps)):<8} {row.total:6.0f}  {shown}")
+    return "\n".join(lines)
 
 
 def _occupancy(analysis: Analysis) -> str:

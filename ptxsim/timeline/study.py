@@ -62,7 +62,7 @@ class Bands:
 
 
 def bands(timeline: Timeline, chip: Chip, draws: int = DRAWS, seed: int = 0) -> Bands:
-    """Replay with random draws of the assumed parameters.
+    """Replay with the chip as it is and with random draws of the assumed parameters.
 
     Raises:
         ValueError: fewer than one draw.
@@ -70,7 +70,8 @@ def bands(timeline: Timeline, chip: Chip, draws: int = DRAWS, seed: int = 0) -> 
     if draws < 1:
         raise ValueError(f"draws must be at least 1, got {draws}")
     rng = random.Random(seed)
-    analyses = [Analysis(timeline.run(chip.drawn(rng))) for _ in range(draws)]
+    base = Analysis(timeline.run(chip))
+    analyses = [base, *(Analysis(timeline.run(chip.drawn(rng)), base.period) for _ in range(draws))]
     return Bands(
         Band.of([each.tensor_share for each in analyses]),
         Band.of([each.step_cycles for each in analyses]),
@@ -80,13 +81,16 @@ def bands(timeline: Timeline, chip: Chip, draws: int = DRAWS, seed: int = 0) -> 
 
 def what_if(timeline: Timeline, chip: Chip) -> dict[str, float]:
     """Cycles of a step under each change, as a share of the unchanged chip's."""
-    base = Analysis(timeline.run(chip)).step_cycles
+    base = Analysis(timeline.run(chip))
     answers = {}
     if chip.arch == SLOW_EXPONENTIALS:  # ptxas schedules around their rate, so that the code changes too
         other = Timeline(timeline.trace, map_trace(timeline.trace, FAST_EXPONENTIALS))
         answers[f"exponentials twice as fast, code for {FAST_EXPONENTIALS}"] = scaled(chip, {"cycles_ex2": 0.5}), other
     answers |= {question: (scaled(chip, factors), timeline) for question, factors in WHAT_IF.items()}
-    return {question: Analysis(run.run(changed)).step_cycles / base for question, (changed, run) in answers.items()}
+    return {
+        question: Analysis(run.run(changed), base.period).step_cycles / base.step_cycles
+        for question, (changed, run) in answers.items()
+    }
 
 
 def scaled(chip: Chip, factors: dict[str, float]) -> Chip:

@@ -19,7 +19,7 @@ from ptxsim.machine.grid import Grid
 from ptxsim.ptx.parse import parse_kernel
 from ptxsim.ptx.program import Program
 from ptxsim.simulate import CHECKED
-from ptxsim.timeline import command, machine_code, regression, study
+from ptxsim.timeline import beside, command, machine_code, path, regression, study
 from ptxsim.timeline.analysis import Analysis
 from ptxsim.timeline.mapping import Mapping
 from ptxsim.timeline.parameters import chip_names, load_chip
@@ -249,6 +249,53 @@ def test_a_wait_that_serialises_shows() -> None:
     assert lost > serial.step_cycles - free.step_cycles
 
 
+def test_the_chain_of_a_step_has_no_gaps() -> None:
+    for each in (analysis(LOAD_BOUND), analysis(PRODUCT_BOUND), Analysis(flash().run(load_chip("b200")))):
+        step = each.one_step()
+        legs = path.step_chain(each)
+        assert legs[0].begin == step.begin and legs[-1].end == pytest.approx(step.end)
+        assert all(leg.end == pytest.approx(after.begin) for leg, after in itertools.pairwise(legs))
+        assert all(sum(leg.causes.values()) == pytest.approx(leg.cycles) for leg in legs)
+
+
+def test_the_chain_names_the_bound() -> None:
+    """A ring too shallow waits for loads, one that waits for every product for products and its own warps."""
+    shallow, serial = analysis(replace(LOAD_BOUND, stages=1)), analysis(replace(PRODUCT_BOUND, waits_each=True))
+    loads, products = (path.step_chain(each, each.whole_steps()[0]) for each in (shallow, serial))
+    assert sum(leg.cycles for leg in loads if leg.place == "TMA") > 0.5 * sum(leg.cycles for leg in loads)
+    assert {leg.place.partition(" ")[0] for leg in products} == {"tensor", "warp"}
+
+
+def test_bubbles_are_where_no_product_runs() -> None:
+    shallow = analysis(replace(LOAD_BOUND, stages=1))
+    window, _ = shallow.whole_steps()
+    found = path.bubbles(shallow, 100, window)
+    busy = shallow.product_cycles(window.products).sum()
+    assert sum(bubble.cycles for bubble in found) == pytest.approx(window.cycles - busy, rel=MOST_TIME)
+    assert path.bubbles(analysis(PRODUCT_BOUND), 100) == []
+
+
+def test_the_mix_of_instructions() -> None:
+    rows = {row.warps[0]: row for row in analysis(LOAD_BOUND).mix()}
+    assert rows[0].warps == [0, 1, 2, 3] and rows[0].counts["HGMMA.64x64x16"] == pytest.approx(1, rel=MOST_TIME)
+    assert rows[4].counts["UBLKCP.S"] == pytest.approx(1 / PRODUCTS, rel=2 * MOST_TIME)
+
+
+def test_kernels_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, ring in (("good", PRODUCT_BOUND), ("serial", replace(PRODUCT_BOUND, waits_each=True))):
+        ring.trace().save(tmp_path / f"{name}.npz")
+    beside.main([str(tmp_path / "good.npz"), str(tmp_path / "serial.npz"), "--chip", "h200", "--draws", "1"])
+    head, _, good, serial = (line.split(" | ") for line in capsys.readouterr().out.splitlines())
+    assert good[head.index("MFLOP")] == serial[head.index("MFLOP")]
+    cycles = [float(row[1].partition(" ")[0]) for row in (good, serial)]
+    assert cycles[1] > 1.2 * cycles[0]
+
+
+def test_the_distance_of_exponentials_is_that_of_the_unit() -> None:
+    assert beside.exponentials_apart(Analysis(flash().run(load_chip("b200")))) >= load_chip("b200")["cycles_ex2"]
+    assert beside.exponentials_apart(analysis(LOAD_BOUND)) == 0
+
+
 def test_a_regression_is_found(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     good, bad = PRODUCT_BOUND.trace(), replace(PRODUCT_BOUND, waits_each=True).trace()
@@ -302,9 +349,12 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     arguments = [str(tmp_path / "ring.npz"), "--chip", "h200", "--draws", "2", "--picture", str(picture)]
     assert command.main(parser.parse_args(arguments)) == 0
     printed = capsys.readouterr().out
-    parts = ["of the anchors followed", "waits for barriers", "busy share", "what if", "prediction (least / median"]
-    assert [part in printed for part in parts] == [True] * len(parts)
-    assert printed.index("prediction") > printed.index("what if")
+    parts = [
+        "of the anchors followed", "waits for barriers", "what one step waited for", "tensor core idle", "busy share",
+        "machine instructions of one warp", "what if", "prediction (least / median",
+    ]  # fmt: skip
+    places = [printed.index(part) for part in parts]
+    assert places == sorted(places)
     assert re.search(r"TFLOP/s of the chip  \d+  \(\d+ / \d+ / \d+\), 132 SMs at [\d.]+ GHz, drawn from", printed)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
