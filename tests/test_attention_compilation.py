@@ -12,6 +12,7 @@ from pma.kernels.attention_forward.spec import (
     STAGES,
     TENSOR_COLUMNS,
     TILE,
+    AttentionForwardConfig,
     AttentionForwardSpec,
     choose_config,
 )
@@ -53,18 +54,17 @@ def test_machine_code(name, facts, tmp_path, allocated, record_property):
     print(f"{facts.arch} {name}: {code.registers} registers, {totals[-1]} bytes shared, {config}")
     check_products(code, spec)
     check_registers(code, config.threads, facts.registers_per_sm)
-    check_softmax(code, spec, config.emulated)
+    check_softmax(code, spec, config)
     assert totals[-1] <= config.shared_bytes(spec) <= facts.shared_bytes_per_block
 
 
 def check_products(code: Disassembly, spec: AttentionForwardSpec) -> None:
-    blocks = spec.head_dim // 32
-    heads_of_a_tile = TILE // spec.head_dim
-    products = code.starting_with("UTCQMMA")
-    assert len(products) == UNROLLED * blocks * heads_of_a_tile + STAGES * TILE // 32, "all products are block-scaled"
+    heads_of_a_tile, tile_blocks = TILE // spec.head_dim, TILE // 32
+    scores = UNROLLED * heads_of_a_tile * (spec.head_dim // 32)
+    weights = STAGES * 2 * tile_blocks  # of a full tile, and of a segment's last
+    assert len(code.starting_with("UTCQMMA")) == scores + weights, "all products are block-scaled"
     assert not code.starting_with("UTCHMMA", "UTCIMMA")
-    scales_of_weights = 1 if spec.numerics.p_cast == "block" else 2  # of V; of P where they are constant
-    assert len(code.starting_with("UTCCP")) == 2 * UNROLLED + STAGES * scales_of_weights
+    assert len(code.starting_with("UTCCP")) == 2 * UNROLLED + 2 * STAGES, "scales of Q and K, of P and V"
 
 
 def check_registers(code: Disassembly, threads: int, available: int) -> None:
@@ -74,12 +74,14 @@ def check_registers(code: Disassembly, threads: int, available: int) -> None:
     assert len(code.starting_with("USETMAXREG")) == 3, "softmax, correction and the others"
 
 
-def check_softmax(code: Disassembly, spec: AttentionForwardSpec, emulated: int) -> None:
+def check_softmax(code: Disassembly, spec: AttentionForwardSpec, config: AttentionForwardConfig) -> None:
     steps = 2  # of a full tile and of a masked one
-    assert len(code.starting_with("FMNMX3")) >= steps * 60, "maxima of three values"
+    loads_with_maxima = TILE // 32 if config.finds_maxima_in_loads else 0
+    assert len(code.starting_with("LDTM.STAT")) == loads_with_maxima
+    assert len(code.starting_with("FMNMX3")) >= (1 if loads_with_maxima else steps) * 60, "maxima of three values"
     casts = [name for name in code.starting_with("F2FP") if "E4M3.F32" in name]
     assert len(casts) == steps * TILE // 2 and all("SATFINITE" in name for name in casts)
-    exponentials = steps * TILE * (16 - emulated) // 16
+    exponentials = steps * TILE * (16 - config.emulated) // 16
     factors = steps + (steps * TILE // 32 if spec.numerics.p_cast == "block" else 0)
     assert len(code.starting_with("MUFU.EX2")) == exponentials + factors
     assert bool(code.starting_with("FADD2")) and bool(code.starting_with("FFMA2")), "arithmetic in pairs"

@@ -276,7 +276,7 @@ def test_every_wait_of_the_product_is_needed(gpu_stand_in):
 
     case({"patch": note})
     result = study(case, kernel="attention", only=lambda mutant: is_wait(mutant) and lines[0] < mutant.line < lines[-1])
-    assert len(result.verdicts) == 6, "for V, P and O of stage 0, K, S1 read, P and O of stage 1, S0 read"
+    assert len(result.verdicts) == 8, "for V, K, both parts of P0, S1 read, both parts of P1, S0 read"
     for verdict in result.verdicts:
         assert verdict.signs.keys() & {"finding", "deadlock"}, row(verdict)
 

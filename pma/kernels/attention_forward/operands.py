@@ -5,6 +5,8 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from pma.kernels.blocks.ring import Ring
+
 
 class AttentionForwardOperands(NamedTuple):
     """Tensors in global memory: B segments, S seeds, T events, E = H·D columns, R = T // 128 + B tile slots."""
@@ -33,13 +35,6 @@ class Loads(NamedTuple):
     v: cute.Tensor
 
 
-class Ring(NamedTuple):
-    """Barriers of a ring of stages; see `pma.kernels.blocks.ring`."""
-
-    full: cute.Pointer
-    empty: cute.Pointer
-
-
 class Shared(NamedTuple):
     """Shared memory. Barriers without another word have one for each of the two seed tiles."""
 
@@ -47,7 +42,9 @@ class Shared(NamedTuple):
     seeds: Ring  # of the seed tiles of a segment: loads → product
     scores: cute.Pointer  # S(i) is there: product → softmax
     drained: cute.Pointer  # S(i) has been read: softmax → product
-    weights: cute.Pointer  # P(i) is there and O(i) may be added to: softmax and correction → product
+    weights: tuple[
+        cute.Pointer, ...
+    ]  # parts of P(i) are there, and O(i) may be added to: softmax, correction → product
     sums: cute.Pointer  # O(i) of a segment is there: product → correction
     corrections: cute.Pointer  # factors of O(i) are there: softmax → correction
     ends: Ring  # totals, divisors and maxima of a segment: softmax → correction
@@ -56,22 +53,11 @@ class Shared(NamedTuple):
     totals: cute.Tensor  # [128, 2] float32: sums of P's rows
     divisors: cute.Tensor  # [128, 2] float32: what O's rows are divided by
     maxima: cute.Tensor  # [128, 2] float32: what P's rows are relative to
-    p_scales: cute.Tensor  # [512] bytes, all equal: a scale tile
+    p_scales: cute.Tensor  # [512, 2] bytes
     q_bytes: cute.Tensor  # [128·D, 2·buffers]
     q_scales: cute.Tensor  # [512, 2·buffers] bytes
     kv_bytes: cute.Tensor  # [128·D, buffers]
     kv_scales: cute.Tensor  # [512, buffers] bytes
-
-
-class Fragments(NamedTuple):
-    """What the tensor core works on; descriptors but for P, the accumulators and the scales."""
-
-    q: cute.Tensor  # (MMA, MMA_M, MMA_K, 2·buffers)
-    k: cute.Tensor  # (MMA, MMA_N, MMA_K, buffers)
-    v: cute.Tensor  # (MMA, MMA_N, MMA_K, buffers)
-    p: tuple[cute.Tensor, cute.Tensor]  # (MMA, MMA_M, MMA_K) in tensor memory
-    scores: tuple[cute.Tensor, cute.Tensor]  # (MMA, MMA_M, MMA_N)
-    sums: tuple[cute.Tensor, cute.Tensor]
 
 
 class Work(NamedTuple):

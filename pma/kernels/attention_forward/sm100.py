@@ -5,8 +5,8 @@
 Each CTA keeps one head and up to 256 seeds ("stages" i = 0, 1 of 128 rows) and goes through its segments, the longest
 first, one KV tile of 128 events after the other, in the order that `AttentionNumerics` says. Seeds that all segments
 share stay in shared memory. Payload comes by TMA from the jagged rows, scale tiles from their slots (split
-addressing); rows of V behind a segment's end are zeroed in shared memory, since 0 times a neighbour's NaN is NaN, and
-products over blocks that don't exist are not issued, so that no pad byte is used.
+addressing). The tensor map of V ends where the segment does, so zeros come behind it (0 times a neighbour's NaN would
+be NaN), and products over blocks of 32 events that don't exist are not issued: no pad byte is used.
 
 Warps: 0–3 and 4–7 softmax of S0 and S1, a row in each thread · 8–11 correction: rescale O when a maximum moves, divide
 and store · 12 product · 13 loads.
@@ -16,19 +16,21 @@ Tensor memory (`spec.py`) is full, so scales lie where a barrier proves that nob
     product          its scales           lie in          free because
     S(i), first      Q(i), K              O(i)            O(i) has not begun
     S(i)             Q(i), K              S(1−i) [40,48)  `drained[1−i]`: softmax has read S(1−i); P(1−i) is elsewhere
-    O(i)             P(i), V              S(i) [32,40)    `weights[i]`: P(i) is written, so S(i) has been read
+    O(i)             P(i), V              S(i) [32,40)    `weights[0][i]`: P(i) is being written, so S(i) is read
     S(i) overwrites P(i) and all these scales: issued behind their readers, and tensor-core work runs in order.
 
 Order of products: O0 S0' O1 S1' with S' of the next KV tile, also where that belongs to the next segment ("unroll
 KV"): softmax never waits for a segment's end. Correction of the next segment's first tile is nothing but the permission
-to overwrite O, given when the rows have been read for storing.
+to overwrite O, given when the rows have been read for storing. P goes to the tensor core in two parts, so that it
+starts on the first while the second is computed; the row sum comes behind both.
 
 What softmax tells correction needs no answer within a segment: `scores[i]` says that all earlier products are done, so
 O(i) may be rescaled, and that O(i) was issued, so the last factor has been read. Only what a segment ended with waits
 for the end before it to be read, behind the row sum.
 
-Bound, reckoned for B200 at D = 128: for two seed tiles and one KV tile 2,048 clocks of exponentials without emulation,
-about 1,300 with 6 of 16 emulated, against 1,024 of the tensor core.
+Bound, for two seed tiles and one KV tile at D = 128: 1,024 clocks of the tensor core and, on B200, 2,048 of
+exponentials, 1,300 with 6 of 16 emulated, on GB300 1,024. What takes longest is the way of one stage through S,
+softmax, O and S' (DESIGN.md, attention forward).
 """
 
 import math
@@ -37,20 +39,17 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as blackwell
-import cutlass.utils.blockscaled_layout as blockscaled
 import torch
-from cutlass import Boolean, Float8E4M3FN, Float8E8M0FNU, Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass import Float8E4M3FN, Float8E8M0FNU, Float32, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator
-from quack.copy_utils import tma_get_copy_fn
+from quack.copy_utils import create_ragged_tensor_for_tma, offset_ragged_tensor, tma_get_copy_fn
 from torch import Tensor
 
 from pma.kernels.attention_forward.operands import (
     AttentionForwardOperands,
-    Fragments,
     Loads,
     Place,
-    Ring,
     Row,
     Share,
     Shared,
@@ -70,11 +69,21 @@ from pma.kernels.attention_forward.spec import (
     AttentionForwardSpec,
     choose_config,
 )
+from pma.kernels.blocks.block_product import BLOCKS, Operand, TensorOperand, multiply_tiles
 from pma.kernels.blocks.block_scales import block_scale, inverse_scale, scale_byte
 from pma.kernels.blocks.exponential import exp2_of_row
+from pma.kernels.blocks.masks import mask_behind
 from pma.kernels.blocks.memory import element_pointer, store_words
-from pma.kernels.blocks.ring import bulk_load, init_ring, next_stage
-from pma.kernels.blocks.tensor_memory import copy_scale_tile, load_row, store_row
+from pma.kernels.blocks.ring import Ring, arrive, bulk_load, init_ring, next_stage
+from pma.kernels.blocks.tensor_memory import (
+    column_pointer,
+    copy_scale_tile,
+    load_row,
+    load_row_and_maxima,
+    pass_on,
+    store_row,
+    take_over,
+)
 from pma.kernels.compile import CUTE_DTYPES, aligned, cached, compile_for, fake_tensor
 from pma.kernels.device_facts import device_facts, num_multiprocessors
 from pma.layouts import BLOCK
@@ -83,10 +92,11 @@ from pma.layouts.scale_tiles import TILE_BYTES
 
 PRODUCT_WARP, LOAD_WARP = SOFTMAX_WARPS + CORRECTION_WARPS, SOFTMAX_WARPS + CORRECTION_WARPS + 1
 P_SCALES, V_SCALES, OTHERS_SCALES = P_COLUMNS, P_COLUMNS + SCALE_COLUMNS, P_COLUMNS + 2 * SCALE_COLUMNS
-SCALE_TILES = (TILE, TILE, TILE)
-BLOCKS = TILE // BLOCK
-REGISTERS = {"softmax": 192, "correction": 80, "others": 48}
+REGISTERS = {"softmax": 184, "correction": 96, "others": 48}
 CHUNK = 32  # columns of tensor memory that an instruction moves
+RESCALED = 64  # columns of O that are rescaled at once
+PARTS = 2  # of P that the tensor core gets one after the other
+PART, PART_BLOCKS = TILE // PARTS, TILE // PARTS // BLOCK
 
 
 class AttentionForward:
@@ -97,6 +107,7 @@ class AttentionForward:
         self.scale_log2 = math.log2(math.e) / math.sqrt(spec.head_dim)
         self.out_dtype = CUTE_DTYPES[spec.out_dtype]
         self.is_static = spec.numerics.p_cast == "static"
+        self.sums_late = self.is_static and spec.numerics.denominator == "fp32"  # what is stored is P, in few registers
         self.p_scale_log2 = spec.numerics.p_scale_log2 if self.is_static else 0
         self.score_tiler, self.out_tiler = (TILE, TILE, spec.head_dim), (TILE, spec.head_dim, TILE)
 
@@ -107,6 +118,7 @@ class AttentionForward:
         operation = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
         one, first = (1, 1, 1, 1), (None, None, None, 0)
         q_layout, k_layout, v_layout = (cute.slice_(layout, first) for layout in self.operand_layouts())
+        v = create_ragged_tensor_for_tma(v, ragged_dim=1)
         maps = (
             cute.nvgpu.make_tiled_tma_atom_A(operation, q, q_layout, self.score_tiler, score_product, one),
             cute.nvgpu.make_tiled_tma_atom_B(operation, k, k_layout, self.score_tiler, score_product, one),
@@ -154,8 +166,10 @@ class AttentionForward:
         shared = self.allocate()
         if thread == 0:
             self.init_barriers(shared)
-        if thread < TILE_BYTES:
-            shared.p_scales[thread] = Uint8(SCALE_ONE - self.p_scale_log2)
+        if const_expr(self.is_static):
+            for stage in cutlass.range_constexpr(STAGES):
+                if thread < TILE_BYTES:
+                    shared.p_scales[thread, stage] = Uint8(SCALE_ONE - self.p_scale_log2)
         cute.arch.fence_view_async_shared()
         cute.arch.mbarrier_init_fence()
         if warp == 0:
@@ -165,7 +179,7 @@ class AttentionForward:
         tensor_memory = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tensor_memory)
         if warp < SOFTMAX_WARPS:
             cute.arch.setmaxregister_increase(REGISTERS["softmax"])
-            self.softmax(o, shared, tensor_memory, warp // 4)
+            self.softmax(o, shared, tensor_memory)
         elif warp < PRODUCT_WARP:
             cute.arch.setmaxregister_decrease(REGISTERS["correction"])
             self.correct(o, shared, tensor_memory)
@@ -201,7 +215,7 @@ class AttentionForward:
             seeds=ring(config.q_buffers),
             scores=barriers(STAGES),
             drained=barriers(STAGES),
-            weights=barriers(STAGES),
+            weights=tuple(barriers(STAGES) for _ in range(PARTS)),
             sums=barriers(STAGES),
             corrections=barriers(STAGES),
             ends=ring(STAGES),
@@ -210,7 +224,7 @@ class AttentionForward:
             totals=rows(),
             divisors=rows(),
             maxima=rows(),
-            p_scales=smem.allocate_tensor(Uint8, cute.make_layout(TILE_BYTES), 128),
+            p_scales=tiles(STAGES, TILE_BYTES, 128),
             q_bytes=tiles(STAGES * config.q_buffers, tile, 1024),
             q_scales=tiles(STAGES * config.q_buffers, TILE_BYTES, 128),
             kv_bytes=tiles(config.kv_buffers, tile, 1024),
@@ -224,7 +238,9 @@ class AttentionForward:
         for stage in cutlass.range_constexpr(STAGES):
             cute.arch.mbarrier_init(shared.scores + stage, 1)
             cute.arch.mbarrier_init(shared.drained + stage, 4)
-            cute.arch.mbarrier_init(shared.weights + stage, 4 + CORRECTION_WARPS)
+            for part in cutlass.range_constexpr(PARTS):
+                arrivals = 4 + CORRECTION_WARPS if part == 0 else 4
+                cute.arch.mbarrier_init(shared.weights[part] + stage, arrivals)
             cute.arch.mbarrier_init(shared.sums + stage, 1)
             cute.arch.mbarrier_init(shared.corrections + stage, 4)
             cute.arch.mbarrier_init(shared.ends.full + stage, 4)
@@ -288,7 +304,7 @@ class AttentionForward:
                 seeds, seeds_parity = next_stage(seeds, seeds_parity, self.config.q_buffers)
             slot = work.first_row // TILE + work.segment
             for step in cutlass.range(work.steps):
-                tile, _ = self.kv_tile(work, step)
+                tile, num_rows = self.kv_tile(work, step)
                 row = work.first_row + tile * TILE
                 full = self.fill(shared, buffer, parity)
                 source = cute.local_tile(
@@ -299,9 +315,8 @@ class AttentionForward:
                     load_scales(o.k_tiles, slot + tile, head_tile, (shared.kv_scales[None, buffer].iterator, full))
                 buffer, parity = next_stage(buffer, parity, self.config.kv_buffers)
                 full = self.fill(shared, buffer, parity)
-                source = cute.local_tile(
-                    cute.domain_offset((0, row), loads.v), (self.spec.head_dim, TILE), (share.head, 0)
-                )
+                rows = offset_ragged_tensor(loads.v, row, num_rows, ragged_dim=1)
+                source = cute.local_tile(rows, (self.spec.head_dim, TILE), (share.head, 0))
                 self.load_tile(loads.v_atom, out_product.get_slice(0).partition_B(source), v_tiles, buffer, full)
                 with cute.arch.elect_one():
                     load_scales(o.v_tiles, head_tile, slot + tile, (shared.kv_scales[None, buffer].iterator, full))
@@ -353,18 +368,28 @@ class AttentionForward:
 
     @cute.jit
     def multiply(self, o: AttentionForwardOperands, shared: Shared, tensor_memory: cute.Pointer):
-        share, f = self.share(), self.fragments(shared, tensor_memory)
+        share, columns = self.share(), tensor_memory.toint()
+        if const_expr(self.spec.seed_tiles > 1):
+            if share.stages == STAGES:
+                self.multiply_segments(o, shared, share, columns, STAGES)
+        if const_expr(self.spec.seed_tiles % STAGES == 1):
+            if share.stages == 1:
+                self.multiply_segments(o, shared, share, columns, 1)
+
+    @cute.jit
+    def multiply_segments(
+        self, o: AttentionForwardOperands, shared: Shared, share: Share, columns: Int32, stages: cutlass.Constexpr[int]
+    ):
         buffer, parity, seeds, seeds_parity = Int32(0), Int32(0), Int32(0), Int32(0)
         step_parity, turn = Int32(0), Int32(0)
         work, turn = self.next_work(o, turn)
         if work.segment >= 0:
             cute.arch.mbarrier_wait(shared.seeds.full, 0)
             cute.arch.mbarrier_wait(shared.kv.full, 0)
-            for stage in cutlass.range_constexpr(STAGES):
-                if stage < share.stages:
-                    scales = tensor_memory + OUT_COLUMN + stage * SCORE_COLUMNS
-                    self.multiply_scores(shared, share, f, (stage, Int32(0), Int32(0)), scales)
-            self.release(shared.kv.empty)
+            for stage in cutlass.range_constexpr(stages):
+                scales = OUT_COLUMN + stage * SCORE_COLUMNS
+                self.multiply_scores(shared, share, columns, (stage, Int32(0), Int32(0)), scales)
+            release(shared.kv.empty)
             buffer, parity = next_stage(buffer, parity, self.config.kv_buffers)
         while work.segment >= 0:
             following, turn = self.next_work(o, turn)
@@ -374,32 +399,29 @@ class AttentionForward:
                 has_next = not is_last or following.segment >= 0
                 if const_expr(not self.spec.is_shared):
                     if is_last:  # the scores of this segment have been issued
-                        self.release(shared.seeds.empty + seeds)
+                        release(shared.seeds.empty + seeds)
                         seeds, seeds_parity = next_stage(seeds, seeds_parity, self.config.q_buffers)
                 v_buffer = buffer
                 cute.arch.mbarrier_wait(shared.kv.full + v_buffer, parity)
-                self.clear_tail(shared, v_buffer, num_rows)
                 buffer, parity = next_stage(buffer, parity, self.config.kv_buffers)
-                for stage in cutlass.range_constexpr(STAGES):
-                    if stage < share.stages:
-                        cute.arch.mbarrier_wait(shared.weights + stage, step_parity)
-                        self.multiply_weights(shared, share, f, (stage, v_buffer, step, num_rows), tensor_memory)
-                        if stage == share.stages - 1:
-                            self.release(shared.kv.empty + v_buffer)
+                if has_next:
+                    cute.arch.mbarrier_wait(shared.kv.full + buffer, parity)
+                    if const_expr(not self.spec.is_shared):
                         if is_last:
-                            self.release(shared.sums + stage)
-                        if has_next:
-                            if const_expr(stage == 0):
-                                cute.arch.mbarrier_wait(shared.kv.full + buffer, parity)
-                                if const_expr(not self.spec.is_shared):
-                                    if is_last:
-                                        cute.arch.mbarrier_wait(shared.seeds.full + seeds, seeds_parity)
-                            if share.stages == STAGES:
-                                cute.arch.mbarrier_wait(shared.drained + 1 - stage, step_parity ^ stage)
-                            scales = tensor_memory + (1 - stage) * SCORE_COLUMNS + OTHERS_SCALES
-                            self.multiply_scores(shared, share, f, (stage, buffer, seeds), scales)
-                            if stage == share.stages - 1:
-                                self.release(shared.kv.empty + buffer)
+                            cute.arch.mbarrier_wait(shared.seeds.full + seeds, seeds_parity)
+                for stage in cutlass.range_constexpr(stages):
+                    self.multiply_weights(shared, share, columns, (stage, v_buffer, step, num_rows, step_parity))
+                    if const_expr(stage == stages - 1):
+                        release(shared.kv.empty + v_buffer)
+                    if is_last:
+                        release(shared.sums + stage)
+                    if has_next:
+                        if const_expr(stages == STAGES):
+                            take_over(shared.drained + 1 - stage, step_parity ^ stage)
+                        scales = (1 - stage) * SCORE_COLUMNS + OTHERS_SCALES
+                        self.multiply_scores(shared, share, columns, (stage, buffer, seeds), scales)
+                        if const_expr(stage == stages - 1):
+                            release(shared.kv.empty + buffer)
                 if has_next:
                     buffer, parity = next_stage(buffer, parity, self.config.kv_buffers)
                 step_parity ^= 1
@@ -416,101 +438,54 @@ class AttentionForward:
         return work, turn
 
     @cute.jit
-    def release(self, barrier: cute.Pointer):
-        """Arrive when all products so far are done."""
-        with cute.arch.elect_one():
-            tcgen05.commit(barrier)
-
-    @cute.jit
-    def fragments(self, shared: Shared, tensor_memory: cute.Pointer) -> Fragments:
-        score_product, out_product = self.score_product(), self.out_product()
-        q_layout, k_layout, v_layout = self.operand_layouts()
-        p_layout = blackwell.make_smem_layout_a(out_product, self.out_tiler, Float8E4M3FN, 1).outer
-        scores = score_product.make_fragment_C(score_product.partition_shape_C((TILE, TILE))).layout
-        sums = out_product.make_fragment_C(out_product.partition_shape_C((TILE, self.spec.head_dim))).layout
-        places = [tensor_memory + stage * SCORE_COLUMNS for stage in range(STAGES)]
-        p_tile = cute.make_tensor(cute.recast_ptr(tensor_memory, dtype=Float8E4M3FN), p_layout)
-        p = out_product.make_fragment_A(p_tile)[None, None, None, 0]
-        bytes_of_column = 4
-        return Fragments(
-            q=score_product.make_fragment_A(self.as_operand(shared.q_bytes, q_layout)),
-            k=score_product.make_fragment_B(self.as_operand(shared.kv_bytes, k_layout)),
-            v=out_product.make_fragment_B(self.as_operand(shared.kv_bytes, v_layout)),
-            p=tuple(
-                cute.make_tensor(p.iterator + stage * SCORE_COLUMNS * bytes_of_column, p.layout)
-                for stage in range(STAGES)
-            ),
-            scores=tuple(cute.make_tensor(place, scores) for place in places),
-            sums=tuple(cute.make_tensor(place + OUT_COLUMN, sums) for place in places),
-        )
-
-    @cute.jit
-    def multiply_scores(self, shared: Shared, share: Share, f: Fragments, turn, scales: cute.Pointer):
+    def multiply_scores(self, shared: Shared, share: Share, columns: Int32, turn, scales: cutlass.Constexpr[int]):
         """S(i) = Q(i) Kᵀ. turn: (i, KV buffer, buffer of the seeds); scales: where those of Q and K go."""
         stage, buffer, seeds = turn
-        q_buffer = seeds * STAGES + stage
-        copy_scale_tile(shared.q_scales[None, q_buffer].iterator, scales)
-        copy_scale_tile(shared.kv_scales[None, buffer].iterator, scales + SCALE_COLUMNS)
-        product = self.score_product()
-        q_scales, k_scales = self.scale_blocks(scales), self.scale_blocks(scales + SCALE_COLUMNS)
-        num_blocks = self.spec.head_dim // BLOCK
-        for half in cutlass.range_constexpr(TILE // self.spec.head_dim):  # which heads share a scale tile
-            if share.head % (TILE // self.spec.head_dim) == half:
-                for block in cutlass.range_constexpr(num_blocks):
-                    product.set(tcgen05.Field.ACCUMULATE, block > 0)
-                    product.set(tcgen05.Field.SFA, q_scales[half * num_blocks + block])
-                    product.set(tcgen05.Field.SFB, k_scales[half * num_blocks + block])
-                    q, k = f.q[None, None, block, q_buffer], f.k[None, None, block, buffer]
-                    cute.gemm(product, f.scores[stage], q, k, f.scores[stage])
-        self.release(shared.scores + stage)
+        q_buffer, head_dim, blocks = seeds * STAGES + stage, self.spec.head_dim, self.spec.head_dim // BLOCK
+        q_scales, k_scales = columns + scales, columns + scales + SCALE_COLUMNS
+        copy_scale_tile(shared.q_scales[None, q_buffer].iterator, column_pointer(q_scales))
+        copy_scale_tile(shared.kv_scales[None, buffer].iterator, column_pointer(k_scales))
+        q, k = (data.iterator.toint() for data in (shared.q_bytes[None, q_buffer], shared.kv_bytes[None, buffer]))
+        for part in cutlass.range_constexpr(TILE // head_dim):  # which heads share a scale tile
+            if share.head % (TILE // head_dim) == part:
+                q_rows = Operand(q, q_scales, True, head_dim, part * blocks)
+                k_rows = Operand(k, k_scales, True, head_dim, part * blocks)
+                with cute.arch.elect_one():
+                    multiply_tiles(
+                        columns + stage * SCORE_COLUMNS, q_rows, k_rows, TILE, (blocks, False), tuple(range(blocks))
+                    )
+        release(shared.scores + stage)
 
     @cute.jit
-    def multiply_weights(self, shared: Shared, share: Share, f: Fragments, turn, tensor_memory: cute.Pointer):
-        """O(i) += P(i) V, or O(i) = P(i) V in a segment's first step. turn: (i, KV buffer, step, events)."""
-        stage, buffer, step, num_rows = turn
-        region = tensor_memory + stage * SCORE_COLUMNS
-        if const_expr(self.is_static):
-            copy_scale_tile(shared.p_scales.iterator, region + P_SCALES)
-        copy_scale_tile(shared.kv_scales[None, buffer].iterator, region + V_SCALES)
-        product = self.out_product()
-        columns = share.head * self.spec.head_dim % TILE // BLOCK  # of a scale tile, for heads narrower than it
-        p_scales, v_scales = self.scale_blocks(region + P_SCALES), self.scale_blocks(region + V_SCALES + columns)
-        for block in cutlass.range_constexpr(BLOCKS):
-            if block * BLOCK < num_rows:
-                product.set(tcgen05.Field.ACCUMULATE, Boolean(step > 0) if const_expr(block == 0) else True)
-                product.set(tcgen05.Field.SFA, p_scales[block])
-                product.set(tcgen05.Field.SFB, v_scales[block])
-                p, v = f.p[stage][None, None, block], f.v[None, None, block, buffer]
-                cute.gemm(product, f.sums[stage], p, v, f.sums[stage])
-
-    def scale_blocks(self, address: cute.Pointer) -> list[cute.Pointer]:
-        """Where the scales of each block of 32 along the contraction begin, of a scale tile in tensor memory."""
-        product = self.score_product()
-        tile = cute.slice_(blockscaled.make_smem_layout_sfa(product, SCALE_TILES, BLOCK, 1), (None, None, None, 0))
-        layout = blockscaled.make_tmem_layout_sfa(product, SCALE_TILES, BLOCK, tile)
-        scales = cute.make_tensor(cute.recast_ptr(address, dtype=Float8E8M0FNU), layout)
-        return [scales[None, None, block].iterator for block in range(BLOCKS)]
-
-    @cute.jit
-    def clear_tail(self, shared: Shared, buffer: Int32, num_rows: Int32):
-        """Zero V's rows behind a segment's end, in the last block of 32: a row is `head_dim` contiguous bytes."""
-        end = (num_rows + BLOCK - 1) // BLOCK * BLOCK
-        if num_rows < end:
-            words = const_expr(self.spec.head_dim // 16)  # of 16 bytes in a row
-            base = shared.kv_bytes[None, buffer].iterator
-            index = num_rows * words + cute.arch.lane_idx()
-            while index < end * words:
-                target = cute.make_tensor(cute.recast_ptr(base + index * 16, dtype=Uint32), cute.make_layout(4))
-                for word in cutlass.range_constexpr(4):
-                    target[word] = Uint32(0)
-                index += 32
-            cute.arch.fence_view_async_shared()
-            cute.arch.sync_warp()
+    def multiply_weights(self, shared: Shared, share: Share, columns: Int32, turn):
+        """O(i) += P(i) V, or O(i) = P(i) V in a segment's first step. turn: (i, KV buffer, step, events, parity)."""
+        stage, buffer, step, num_rows, parity = turn
+        head_dim, region = self.spec.head_dim, columns + stage * SCORE_COLUMNS
+        p_scales, v_scales = region + P_SCALES, region + V_SCALES
+        p = TensorOperand(tuple(region + block * BLOCK // 4 for block in range(BLOCKS)), p_scales)
+        own = (
+            share.head % (TILE // head_dim) * (head_dim // BLOCK)
+        )  # columns of a scale tile, for heads narrower than it
+        v = Operand(shared.kv_bytes[None, buffer].iterator.toint(), v_scales + own, False, head_dim)
+        depth = ((num_rows + BLOCK - 1) // BLOCK, step > 0)
+        for part in cutlass.range_constexpr(PARTS):
+            take_over(shared.weights[part] + stage, parity)
+            if const_expr(part == 0):
+                copy_scale_tile(shared.p_scales[None, stage].iterator, column_pointer(p_scales))
+                copy_scale_tile(shared.kv_scales[None, buffer].iterator, column_pointer(v_scales))
+            blocks = tuple(range(part * PART_BLOCKS, (part + 1) * PART_BLOCKS))
+            if num_rows > TILE - BLOCK:
+                with cute.arch.elect_one():
+                    multiply_tiles(region + OUT_COLUMN, p, v, head_dim, (BLOCKS, step > 0), blocks)
+            else:
+                with cute.arch.elect_one():
+                    multiply_tiles(region + OUT_COLUMN, p, v, head_dim, depth, blocks)
 
     # --------------------------------------------------------------------------------------------------- softmax
 
     @cute.jit
-    def softmax(self, o: AttentionForwardOperands, shared: Shared, tensor_memory: cute.Pointer, stage: Int32):
+    def softmax(self, o: AttentionForwardOperands, shared: Shared, tensor_memory: cute.Pointer):
+        stage = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
         place = Place(stage, tensor_memory + stage * SCORE_COLUMNS)
         parity, end_parity, turn = Int32(0), Int32(1), Int32(0)
         work = self.work(o, turn)
@@ -518,6 +493,8 @@ class AttentionForward:
             work = work._replace(segment=Int32(-1))
         is_reversed = const_expr(self.numerics.kv_order == "reverse")
         while work.segment >= 0:
+            turn += 1
+            following = self.work(o, turn)  # read ahead, two loads that depend on each other
             row = Row(-Float32.inf, Float32(0.0), Float32(0.0))
             if work.steps > 0:  # only the segment's last tile is masked
                 if const_expr(is_reversed):
@@ -530,38 +507,41 @@ class AttentionForward:
                 parity ^= work.steps & 1
                 self.end_segment(shared, stage, end_parity, row)
                 end_parity ^= 1
-            turn += 1
-            work = self.work(o, turn)
+            work = following
 
     @cute.jit
     def softmax_step(self, shared: Shared, place: Place, turn, num_rows, row: Row) -> Row:
         """One KV tile. turn: (step of the segment, parity); num_rows: events of the tile, None if it is full."""
-        step, parity = turn
-        cute.arch.mbarrier_wait(shared.scores + place.stage, parity)
-        scores = load_row(place.region, TILE, CHUNK)
-        self.arrive(shared.drained + place.stage)
-        if const_expr(num_rows is not None):
-            mask_behind(scores, num_rows)
-        maxima = block_maxima(scores)
+        (step, parity), (stage, region) = turn, place
+        thread, _, _ = cute.arch.thread_idx()
+        take_over(shared.scores + stage, parity)
+        if const_expr(num_rows is None and self.config.finds_maxima_in_loads):
+            scores, maxima = load_row_and_maxima(region, TILE)
+            pass_on(shared.drained + stage)
+        else:
+            scores = load_row(region, TILE, CHUNK)
+            pass_on(shared.drained + stage)
+            if const_expr(num_rows is not None):
+                mask_behind(scores, num_rows, -math.inf)
+            maxima = block_maxima(scores)
         maximum = self.new_maximum(row.maximum, maxima)
         factor = cute.arch.exp2((row.maximum - finite(maximum)) * self.scale_log2)
         if step > 0:
-            thread, _, _ = cute.arch.thread_idx()
-            shared.factors[thread % TILE, place.stage] = factor
-            self.arrive(shared.corrections + place.stage)
+            shared.factors[thread % TILE, stage] = factor
+            arrive(shared.corrections + stage)
         shift = self.p_scale_log2 - finite(maximum) * self.scale_log2
-        exp2_of_row(scores, Float32(self.scale_log2), shift, self.config.emulated)
-        total = row.total * factor + sum_of(scores)
-        rounded = self.store_weights(place.region, scores, maxima, shift)
-        self.arrive(shared.weights + place.stage)
-        return Row(maximum, total, row.divisor * factor + rounded)
-
-    @cute.jit
-    def arrive(self, barrier: cute.Pointer):
-        """A warp arrives."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barrier)
+        scale_bytes = self.scales_of_weights(shared, place, maxima, shift)
+        total, divisor = row.total * factor, row.divisor * factor
+        for part in cutlass.range_constexpr(PARTS):
+            p = cute.make_tensor(scores.iterator + part * PART, cute.make_layout(PART))
+            exp2_of_row(p, Float32(self.scale_log2), shift, self.config.emulated)
+            if const_expr(not self.sums_late):
+                total = sum_of(p, total)
+            divisor = self.store_weights(region, (p, part), scale_bytes, divisor)
+            pass_on(shared.weights[part] + stage)
+        if const_expr(self.sums_late):  # the tensor core is at work by now
+            total = sum_of(scores, total)
+        return Row(maximum, total, divisor)
 
     @cute.jit
     def end_segment(self, shared: Shared, stage: Int32, parity: Int32, row: Row):
@@ -572,7 +552,7 @@ class AttentionForward:
         shared.maxima[thread % TILE, stage] = row.maximum
         if const_expr(self.numerics.denominator == "quantized"):
             shared.divisors[thread % TILE, stage] = row.divisor
-        self.arrive(shared.ends.full + stage)
+        arrive(shared.ends.full + stage)
 
     @cute.jit
     def new_maximum(self, maximum: Float32, maxima: cute.Tensor) -> Float32:
@@ -584,36 +564,47 @@ class AttentionForward:
         return maximum if tile <= maximum + threshold else tile
 
     @cute.jit
-    def store_weights(self, region: cute.Pointer, p: cute.Tensor, maxima: cute.Tensor, shift: Float32) -> Float32:
-        """Cast a row of P and store it over the scores; returns the sum of what was stored, if it is asked for."""
-        byte_words = cute.make_rmem_tensor(1, Uint32)
+    def scales_of_weights(self, shared: Shared, place: Place, maxima: cute.Tensor, shift: Float32):
+        """Scale bytes of P's blocks, written to the stage's scale tile; nothing if they are constant."""
+        if const_expr(self.is_static):
+            return None
+        scale_bytes, word = [None] * BLOCKS, Uint32(0)
+        for block in cutlass.range_constexpr(BLOCKS):
+            largest = cute.arch.exp2(maxima[block] * self.scale_log2 + shift)
+            scale_bytes[block] = scale_byte(largest.bitcast(Uint32))
+            word |= Uint32(scale_bytes[block]) << 8 * block
+        thread, _, _ = cute.arch.thread_idx()
+        words = cute.recast_tensor(shared.p_scales[None, place.stage], Uint32)
+        words[thread % 32 * 4 + thread // 32 % 4] = word
+        cute.arch.fence_view_async_shared()
+        return scale_bytes
+
+    @cute.jit
+    def store_weights(self, region: cute.Pointer, piece, scale_bytes, divisor: Float32) -> Float32:
+        """Cast a part of a row of P and store it over the scores; returns the divisor with the sum of what was stored.
+
+        piece: (the part, which one).
+        """
+        p, part = piece
         if const_expr(not self.is_static):
-            byte_words[0] = Uint32(0)
-            for block in cutlass.range_constexpr(BLOCKS):
-                largest = cute.arch.exp2(maxima[block] * self.scale_log2 + shift)
-                byte = scale_byte(largest.bitcast(Uint32))
-                byte_words[0] |= Uint32(byte) << 8 * block
-                inverse = inverse_scale(byte)
-                for column in cutlass.range_constexpr(BLOCK):
-                    p[block * BLOCK + column] = p[block * BLOCK + column] * inverse
-        payload = cute.make_rmem_tensor(TILE, Float8E4M3FN)
+            for block in cutlass.range_constexpr(PART_BLOCKS):
+                inverse = inverse_scale(scale_bytes[part * PART_BLOCKS + block])
+                for pair in cutlass.range_constexpr(block * BLOCK, (block + 1) * BLOCK, 2):
+                    p[pair], p[pair + 1] = cute.arch.mul_packed_f32x2((p[pair], p[pair + 1]), (inverse, inverse))
+        payload = cute.make_rmem_tensor(PART, Float8E4M3FN)
         payload.store(p.load().to(Float8E4M3FN))  # saturates
-        store_row(region, cute.recast_tensor(payload, Uint32))
-        rounded = Float32(0.0)
-        if const_expr(not self.is_static):
-            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-            store_row(region + P_SCALES + warp % 4, byte_words)
+        store_row(region + part * PART // 4, cute.recast_tensor(payload, Uint32))
         cute.arch.fence_view_async_tmem_store()
         if const_expr(self.numerics.denominator == "quantized"):
-            values = cute.make_rmem_tensor(TILE, Float32)
+            values = cute.make_rmem_tensor(PART, Float32)
             values.store(payload.load().to(Float32))
             if const_expr(not self.is_static):
-                for block in cutlass.range_constexpr(BLOCKS):
-                    scale = block_scale(Int32((byte_words[0] >> 8 * block) & Uint32(0xFF)))
-                    for column in cutlass.range_constexpr(BLOCK):
-                        values[block * BLOCK + column] *= scale
-            rounded = sum_of(values)
-        return rounded
+                for block in cutlass.range_constexpr(PART_BLOCKS):
+                    scale = block_scale(scale_bytes[part * PART_BLOCKS + block])
+                    for column in cutlass.range_constexpr(block * BLOCK, (block + 1) * BLOCK):
+                        values[column] *= scale
+            divisor = sum_of(values, divisor)
+        return divisor
 
     # ------------------------------------------------------------------------------------------------ correction
 
@@ -626,25 +617,26 @@ class AttentionForward:
         while work.segment >= 0:
             if work.steps > 0:
                 for stage in cutlass.range(share.stages):
-                    self.arrive(shared.weights + stage)  # the first step overwrites O
+                    pass_on(shared.weights[0] + stage)  # the first step overwrites O
             for _step in cutlass.range(work.steps - 1):
                 for stage in cutlass.range(share.stages):
                     cute.arch.mbarrier_wait(shared.corrections + stage, parity)
                     factor = shared.factors[row, stage]
                     if cute.arch.vote_any_sync(factor != 1.0):
                         self.rescale(tensor_memory + OUT_COLUMN + stage * SCORE_COLUMNS, factor)
-                    self.arrive(shared.weights + stage)
+                    pass_on(shared.weights[0] + stage)
                 parity ^= 1
             for stage in cutlass.range(share.stages):
                 total, maximum, divisor = Float32(0.0), -Float32.inf, Float32(0.0)
                 if work.steps > 0:
                     cute.arch.mbarrier_wait(shared.ends.full + stage, end_parity)
-                    total, maximum = shared.totals[row, stage], shared.maxima[row, stage]
+                    maximum = shared.maxima[row, stage]
+                    total = shared.totals[row, stage]
                     divisor = total
                     if const_expr(self.numerics.denominator == "quantized"):
                         divisor = shared.divisors[row, stage]
-                    self.arrive(shared.ends.empty + stage)
-                    cute.arch.mbarrier_wait(shared.sums + stage, end_parity)
+                    arrive(shared.ends.empty + stage)
+                    take_over(shared.sums + stage, end_parity)
                 self.store_out(o, work, share, stage, (tensor_memory, divisor))
                 self.store_state(o, work, share, stage, (total, maximum))
             if work.steps > 0:
@@ -655,9 +647,9 @@ class AttentionForward:
     @cute.jit
     def rescale(self, place: cute.Pointer, factor: Float32):
         """Multiply rows of O."""
-        for first in cutlass.range_constexpr(0, self.spec.head_dim, CHUNK):
-            values = load_row(place + first, CHUNK)
-            for pair in cutlass.range_constexpr(CHUNK // 2):
+        for first in cutlass.range_constexpr(0, self.spec.head_dim, RESCALED):
+            values = load_row(place + first, RESCALED, CHUNK)
+            for pair in cutlass.range_constexpr(RESCALED // 2):
                 both = (values[2 * pair], values[2 * pair + 1])
                 values[2 * pair], values[2 * pair + 1] = cute.arch.mul_packed_f32x2(both, (factor, factor))
             store_row(place + first, values)
@@ -706,20 +698,16 @@ class AttentionForward:
 
 
 @cute.jit
-def finite(maximum: Float32) -> Float32:
-    """The maximum, 0 where there is none."""
-    return Float32(0.0) if maximum == -Float32.inf else maximum
+def release(barrier: cute.Pointer):
+    """Arrive when all products so far are done."""
+    with cute.arch.elect_one():
+        tcgen05.commit(barrier)
 
 
 @cute.jit
-def mask_behind(row: cute.Tensor, count: Int32):
-    """Set to −∞ what stands behind the first `count` values."""
-    for block in cutlass.range_constexpr(cute.size(row) // 32):
-        left = cutlass.max(count - 32 * block, 0)
-        bits = Uint32(0xFFFFFFFF) if left >= 32 else (Uint32(1) << Uint32(left)) - 1
-        for column in cutlass.range_constexpr(32):
-            index = 32 * block + column
-            row[index] = row[index] if (bits >> column) & 1 != 0 else -Float32.inf
+def finite(maximum: Float32) -> Float32:
+    """The maximum, 0 where there is none."""
+    return Float32(0.0) if maximum == -Float32.inf else maximum
 
 
 @cute.jit
@@ -734,10 +722,11 @@ def block_maxima(row: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
-def sum_of(row: cute.Tensor) -> Float32:
-    """Sum of a row, in four chains of pairs."""
+def sum_of(row: cute.Tensor, start: Float32) -> Float32:
+    """start + the sum of a row, in four chains of pairs."""
     chains = 4
     sums = [(row[2 * chain], row[2 * chain + 1]) for chain in range(chains)]
+    sums[0] = cute.arch.add_packed_f32x2((start, Float32(0.0)), sums[0])
     for first in cutlass.range_constexpr(2 * chains, cute.size(row), 2 * chains):
         for chain in cutlass.range_constexpr(chains):
             pair = (row[first + 2 * chain], row[first + 2 * chain + 1])
@@ -764,7 +753,7 @@ def build(arch: str, spec: AttentionForwardSpec, config: AttentionForwardConfig,
         q_tiles=fake_tensor(u8, None, tiles, TILE_BYTES),
         k=fake_tensor(u8, None, columns),
         k_tiles=fake_tensor(u8, None, tiles, TILE_BYTES),
-        v=fake_tensor(u8, None, columns),
+        v=fake_tensor(u8, None, None),  # a stride known to the compiler would overflow in a ragged tensor's
         v_tiles=fake_tensor(u8, tiles, None, TILE_BYTES),
         offsets=fake_tensor(spec.offsets_dtype, None, alignment=spec.offsets_dtype.itemsize),
         order=fake_tensor(torch.int32, None, alignment=4),

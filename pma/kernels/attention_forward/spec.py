@@ -75,11 +75,13 @@ class AttentionForwardSpec:
 @dataclass(frozen=True)
 class AttentionForwardConfig:
     """kv_buffers: tiles of K and of V in flight, together · q_buffers: of the seeds, 2 where they change with the
-    segment · emulated: of 16 pairs of exponentials those that the FMA pipes compute."""
+    segment · emulated: of 16 pairs of exponentials those that the FMA pipes compute · finds_maxima_in_loads: loads from
+    tensor memory give the maxima of 32 columns."""
 
     kv_buffers: int
     q_buffers: int
     emulated: int
+    finds_maxima_in_loads: bool
 
     @property
     def threads(self) -> int:
@@ -101,4 +103,5 @@ def choose_config(spec: AttentionForwardSpec, facts: DeviceFacts) -> AttentionFo
     q_buffers = 1 if spec.is_shared else 2
     tile = TILE * spec.head_dim + TILE_BYTES
     room = (facts.shared_bytes_per_block - BOOKKEEPING_BYTES) // tile - STAGES * q_buffers
-    return AttentionForwardConfig(min(room, 12), q_buffers, 0 if facts.arch == "sm_103a" else 6)
+    is_sm103 = facts.arch == "sm_103a"
+    return AttentionForwardConfig(min(room, 12), q_buffers, 0 if is_sm103 else 6, is_sm103)

@@ -8,7 +8,7 @@ lowest.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint16, Uint32, const_expr
 from quack.reduce import warp_reduce
 
 from pma.kernels.blocks.block_scales import inverse_scale, max_magnitude
@@ -95,6 +95,26 @@ def store_column_tile(tiles: cute.Tensor, words: cute.Tensor, tile: Int32, colum
         for row in cutlass.range_constexpr(4):
             by_column[column] |= ((words[row] >> 8 * column) & Uint32(0xFF)) << 8 * row
     _store_tile(tiles, by_column, Int64(column_tile) * cute.size(tiles, mode=[1]) + tile)
+
+
+@cute.jit
+def store_half_tiles(row_tiles: cute.Tensor, column_tiles: cute.Tensor, words: cute.Tensor, place):
+    """One warp writes 64 columns of a row tile and of a column tile; words hold two bytes. place: (tile, half tile)."""
+    tile, half_tile = place
+    lane, column_tile, half = cute.arch.lane_idx(), half_tile // 2, half_tile % 2
+    slot = Int64(tile) * cute.size(row_tiles, mode=[1]) + column_tile
+    halves = cute.make_ptr(Uint16, row_tiles.iterator.toint(), cute.AddressSpace.gmem, assumed_align=2)
+    by_lane = cute.make_tensor(halves + slot * (TILE_BYTES // 2) + lane * 8 + half, cute.make_layout(4, stride=2))
+    by_column = cute.make_rmem_tensor(2, Uint32)
+    for column in cutlass.range_constexpr(2):
+        by_column[column] = Uint32(0)
+    for row in cutlass.range_constexpr(4):
+        word = words[row]
+        by_lane[row] = Uint16(word & Uint32(0xFFFF))
+        for column in cutlass.range_constexpr(2):
+            by_column[column] |= ((word >> 8 * column) & Uint32(0xFF)) << 8 * row
+    slot = Int64(column_tile) * cute.size(column_tiles, mode=[1]) + tile
+    store_words(column_tiles, slot * TILE_BYTES + lane * 16 + half * 8, by_column)
 
 
 @cute.jit

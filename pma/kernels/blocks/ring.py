@@ -4,12 +4,21 @@ Each stage has a barrier `full` (one arrival, and the bytes of its copies) and a
 consuming warp). A stage's n-th use waits for parity n % 2 of `full`, and its refill for the release before.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.experimental import primitives
 
 CONSUMER_BARRIER = 1  # named barrier of the consuming warps
+
+
+class Ring(NamedTuple):
+    """Barriers of a ring's stages."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
 
 
 @cute.jit
@@ -30,6 +39,14 @@ def next_stage(stage: Int32, parity: Int32, stages: cutlass.Constexpr[int]):
         stage = Int32(0)
         parity ^= 1
     return stage, parity
+
+
+@cute.jit
+def arrive(barrier: cute.Pointer):
+    """One arrival, by a whole warp and behind all of it."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
 
 
 @cute.jit

@@ -10,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from pma.kernels.blocks.ring import arrive
 from pma.kernels.blocks.segments import first_slot
 from pma.layouts import BLOCK
 from pma.layouts.scale_tiles import TILE_ROWS
@@ -48,9 +49,7 @@ def announce_row_tiles(board: Announcements, offsets: cute.Tensor, num_tiles: In
         cute.arch.mbarrier_wait(board.empty + batch, parity)
         for index in cutlass.range_constexpr(len(RowTile._fields)):
             board.facts[index, batch * BATCH + lane] = facts[index]
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(board.full + batch)
+        arrive(board.full + batch)
         is_busy = first + (BATCH - 1) * workers < num_tiles
         first += BATCH * workers
         batch ^= 1
@@ -65,9 +64,7 @@ def next_row_tile(board: Announcements, turn: Int32) -> RowTile:
         cute.arch.mbarrier_wait(board.full + batch, turn // (BATCH * BATCHES) % 2)
     facts = RowTile(*(board.facts[index, place] for index in range(len(RowTile._fields))))
     if turn % BATCH == BATCH - 1:
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(board.empty + batch)
+        arrive(board.empty + batch)
     return facts
 
 
@@ -80,11 +77,11 @@ def find_row_tile(offsets: cute.Tensor, num_tiles: Int32, tile: Int32) -> RowTil
         is_not_past = first_slot(offsets, middle, TILE_ROWS) <= tile
         low, high = middle if is_not_past else low, high if is_not_past else middle - 1
     begin, first_row, num_rows, spare_slots = Int32(0), Int32(0), Int32(0), Int32(0)
-    if low >= 0:
+    if low >= 0 and tile < num_tiles:
         begin, end = Int32(offsets[low]), Int32(offsets[low + 1])
         local = tile - begin // TILE_ROWS - low
         first_row = begin + local * TILE_ROWS
-        num_rows = cutlass.min(cutlass.max(end - first_row, 0), TILE_ROWS)
+        num_rows = cutlass.min(cutlass.max(end - begin - local * TILE_ROWS, 0), TILE_ROWS)
         if local == cutlass.max((end - begin + TILE_ROWS - 1) // TILE_ROWS - 1, 0):
             blocks = (end - begin + BLOCK - 1) // BLOCK
             spare_slots = end // BLOCK + 1 - begin // BLOCK - blocks

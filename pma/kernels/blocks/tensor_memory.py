@@ -1,13 +1,33 @@
-"""Blackwell's tensor memory: what moves between it, shared memory and registers. An address is lane·2^16 + column."""
+"""Blackwell's tensor memory: what moves between it, shared memory and registers. An address is lane·2^16 + column.
+
+Who may touch it is passed on by mbarriers. Work of the tensor core is not ordered by a barrier alone: the thread that
+passes on fences before its arrival, the one that takes over behind its wait (PTX ISA 9.7.16.6, canonical patterns).
+"""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint8
+from cutlass import Float32, Int32, Uint8
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.experimental import primitives
 
+from pma.kernels.blocks.ring import arrive
+
 LANES = 128
 LANE_STRIDE = 1 << 16
+
+
+@cute.jit
+def take_over(barrier: cute.Pointer, parity: Int32):
+    """Wait until tensor memory is passed on, by `pass_on` or by `tcgen05.commit`."""
+    cute.arch.mbarrier_wait(barrier, parity)
+    primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
+
+
+@cute.jit
+def pass_on(barrier: cute.Pointer):
+    """Pass on tensor memory that this warp has read: one arrival, by the whole warp."""
+    primitives.tcgen05_fence(primitives.Tcgen05Fence.BEFORE_THREAD_SYNC)
+    arrive(barrier)
 
 
 @cute.jit
@@ -31,6 +51,33 @@ def load_row(
         cute.copy(copy, part.partition_S(source), target)
     cute.arch.fence_view_async_tmem_load()
     return values
+
+
+@cute.jit
+def load_row_and_maxima(address: cute.Pointer, columns: cutlass.Constexpr[int]):
+    """(`load_row`, the maximum of each 32 values, from the load itself; NaN counts for nothing). On sm_103a."""
+    thread, _, _ = cute.arch.thread_idx()
+    step = 32
+    values = cute.make_rmem_tensor(columns, Float32)
+    maxima = cute.make_rmem_tensor(columns // step, Float32)
+    atom = cute.make_copy_atom(tcgen05.copy.LdRed32x32bOp(tcgen05.Repetition(step)), Float32)
+    for first in cutlass.range_constexpr(0, columns, step):
+        source = cute.make_tensor(address + first, cute.make_layout((LANES, step), stride=(LANE_STRIDE, 1)))
+        copy = tcgen05.make_tmem_copy(atom, source)
+        part = copy.get_slice(thread % LANES)
+        target = cute.make_tensor(values.iterator + first, cute.make_layout(part.partition_D(source).shape))
+        maximum = cute.make_tensor(
+            maxima.iterator + first // step, cute.make_layout(((1, 1), *part.partition_S(source).shape[1:]))
+        )
+        cute.copy(copy, part.partition_S(source), (target, maximum))
+    cute.arch.fence_view_async_tmem_load()
+    return values, maxima
+
+
+@cute.jit
+def column_pointer(column: Int32) -> cute.Pointer:
+    """Tensor memory from a column on, as fp32."""
+    return cute.make_ptr(Float32, column, cute.AddressSpace.tmem, assumed_align=16)
 
 
 @cute.jit
