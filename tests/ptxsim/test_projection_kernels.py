@@ -19,6 +19,7 @@ from pma import reference
 from pma.jagged import equal_offsets, rows_to_blocks, segment_of_rows
 from pma.kernels.device_facts import SM100
 from pma.kernels.projection.spec import GemmQuantizeSpec, GemmSpec, ProjectionSpec
+from pma.kernels.weight_grad.spec import WeightGradSpec
 from pma.layouts import MXFP8Tensor, dequantize, quantize, scatter_scales
 from pma.layouts.mxfp8 import (
     SCALE_NAN,
@@ -29,18 +30,23 @@ from pma.layouts.mxfp8 import (
     scale_from_amax_bits,
     to_payload,
 )
+from pma.testing import ULPS_FP32, relative_error
 
 pytestmark = [pytest.mark.ptxsim]
 LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 700)
 SHORT = (0, 130, 31, 0, 65)
+MANY = (0,) * 40 + (1,) * 30 + (300, 33, 140, 1, 1)  # more row tiles than are announced before a place is used again
 NAN_PAYLOAD, POISON = 0x7F, 0xFF
 
 
 @pytest.fixture
 def on(simulated, monkeypatch) -> Iterator[Callable]:
-    """`with on(num_sms, seed):` the launcher runs in the simulator, its results in memory full of 0xFF."""
-    sm100 = importlib.import_module("pma.kernels.projection.sm100")
+    """`with on(num_sms, seed):` the launchers run in the simulator, their results in memory full of 0xFF."""
+    sm100, weight_grad = (
+        importlib.import_module(f"pma.kernels.{name}.sm100") for name in ("projection", "weight_grad")
+    )
     monkeypatch.setattr(sm100, "device_facts", lambda device: SM100)
+    monkeypatch.setattr(weight_grad, "device_facts", lambda device: SM100)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     original = torch.empty
 
@@ -193,7 +199,8 @@ OTHERS: dict[str, tuple[ProjectionSpec, tuple[int, ...], int]] = {
     ),
     "quantize 160 to 96, ragged": (GemmQuantizeSpec(160, 96, I32), SHORT, 1),
     "quantize, one segment of seeds": (GemmQuantizeSpec(128, 128, I64), (200,), 4),
-    "quantize, streamed weight": (GemmQuantizeSpec(2048, 64, I64), (130,), 1),
+    "quantize 256, many segments": (GemmQuantizeSpec(256, 256, I64), MANY, 1),
+    "quantize, streamed weight": (GemmQuantizeSpec(2048, 64, I64), (130, *(0,) * 80, 33, 1, 2), 1),
     "gemm 128": (GemmSpec(128, 128, I64), LENGTHS, 1),
     "gemm 384": (GemmSpec(384, 384, I64), SHORT, 1),
     "gemm 512 to 384, fp32": (GemmSpec(512, 384, I64, out_dtype=FP32), SHORT, 2),
@@ -203,9 +210,14 @@ OTHERS: dict[str, tuple[ProjectionSpec, tuple[int, ...], int]] = {
 FULL = {
     **WIDTHS,
     **OTHERS,
+    "quantize 384, heads of 128 under one scale": (GemmQuantizeSpec(384, 384, I32, columns_per_scale=128), LENGTHS, 1),
+    "quantize 512, heads of 64 under one scale": (
+        GemmQuantizeSpec(512, 512, I64, columns_per_scale=64, headroom_exponent=5), LENGTHS, 2,
+    ),
+    "gemm 384, every length": (GemmSpec(384, 384, I64), LENGTHS, 1),
     "gemm 512, every length": (GemmSpec(512, 512, I64), LENGTHS, 2),
     "quantize 1024": (GemmQuantizeSpec(1024, 1024, I64), SHORT, 8),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -250,6 +262,22 @@ def test_nothing_to_multiply(on):
     assert (actual.row_tiles == SCALE_ONE).all() and (actual.column_tiles == SCALE_ONE).all()
 
 
+@pytest.mark.parametrize("headroom_exponent", [0, 5])
+@pytest.mark.parametrize("gain", [2.0**-10, 4.0])
+def test_every_magnitude(on, gain, headroom_exponent):
+    """A multiple of the identity as weight, so that maxima are exact: the reference's bytes from 2^−146 to Inf."""
+    spec = GemmQuantizeSpec(128, 128, I64, headroom_exponent=headroom_exponent)
+    p = make_problem(128, (128, 128), (33, 1000, 1500))
+    scales = torch.arange(p.x.scales.numel()).view(p.x.scales.shape) % 247  # 448·2^(247 − 127) is past float32
+    identity = quantize(gain * torch.eye(128), one_segment(128))
+    p = p._replace(x=p.x._replace(scales=scales.to(torch.uint8)), weight=identity)
+    with on(1):
+        actual = launch(spec, p)
+    data, scales = reference.operators.gemm_quantize(p.x, p.weight, p.offsets, 32, headroom_exponent, False)
+    assert torch.equal(actual.scales, scales) and torch.equal(actual.out, data)
+    assert (scales == SCALE_NAN).any() == (gain > 1), "some products are past float32"
+
+
 def test_a_nan_stays_in_its_blocks(on):
     """A block of X that is NaN makes its row block NaN, a block of the weight its columns, and nothing else changes."""
     spec = GemmQuantizeSpec(128, 128, I64)
@@ -268,6 +296,22 @@ def test_a_nan_stays_in_its_blocks(on):
     assert torch.equal(actual.out, torch.where(is_nan[slots].repeat_interleave(32, -1), 0, expected.out))
 
 
+def test_a_nan_stays_in_its_rows_and_columns(on):
+    """Of a product that is not quantised: the 32 rows of a block of X, the 32 columns of a block of the weight."""
+    spec = GemmSpec(128, 128, I64)
+    p = make_problem(128, (128, 128), SHORT)
+    x, weight = p.x.scales.clone(), p.weight.scales.clone()
+    first = int(p.offsets[1]) + 64
+    x[int(p.offsets[1]) // 32 + 1 + 2, 3], weight[0, 1] = SCALE_NAN, SCALE_NAN
+    poisoned = p._replace(x=p.x._replace(scales=x), weight=p.weight._replace(scales=weight))
+    with on(1):
+        expected, actual = launch(spec, p).out, launch(spec, poisoned).out
+    expected[first : first + 32] = float("nan")
+    expected[int(p.offsets[0]) : int(p.offsets[-1]), 32:64] = float("nan")
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
+
+
 def test_row_tiles_feed_the_next_product(on):
     """K = X Wᵀ, then K W₂: the second kernel reads what the first has written, pads included."""
     p = make_problem(128, (160, 128), SHORT)
@@ -278,6 +322,55 @@ def test_row_tiles_feed_the_next_product(on):
         p = second._replace(x=MXFP8Tensor(key.out, key.scales), offsets=p.offsets)
         actual = launch(spec, p, key.row_tiles)
     assert_stored(actual, p, spec)
+
+
+VALUE_PROJECTION = pytest.mark.parametrize(
+    "has_value_projection", [False, True], ids=["values are x", "values projected"]
+)
+
+
+@VALUE_PROJECTION
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_products_of_a_module(on, head_dim, has_value_projection):
+    check_products_of_a_module(on, (128, head_dim), has_value_projection, (0, 1, 33, 129), num_sms=2)
+
+
+@pytest.mark.full
+@VALUE_PROJECTION
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("width", [128, 384, 512])
+def test_products_of_every_module(on, width, head_dim, has_value_projection):
+    check_products_of_a_module(on, (width, head_dim), has_value_projection, LENGTHS, num_sms=8)
+
+
+def check_products_of_a_module(on, widths, has_value_projection: bool, lengths: tuple[int, ...], num_sms: int) -> None:
+    """Forward and backward of the projections, every operand as a kernel wrote it: payload, tiles of both directions.
+
+    K and V stand in for their gradients, which have the same format. widths: (of the model, of a head).
+    """
+    width, head_dim = widths
+    p = make_problem(width, (width, width), lengths)
+    query = make_problem(width, (width, width), (40,), seed=2)  # the seeds: one segment
+    spec, dx_spec = GemmQuantizeSpec(width, width, I64, columns_per_scale=head_dim), GemmSpec(width, width, I64)
+    with on(num_sms):
+        assert_quantised(launch(spec, query), query, spec)
+        for weight in (p.weight, query.weight) if has_value_projection else (p.weight,):
+            forward = p._replace(weight=weight)
+            dout = launch(spec, forward)
+            assert_quantised(dout, forward, spec)
+            back = Problem(MXFP8Tensor(dout.out, dout.scales), weight, p.offsets)
+            assert_stored(launch(dx_spec, back, dout.row_tiles), back, dx_spec)
+            assert_weight_grad(dout, p)
+
+
+def assert_weight_grad(dout, p: Problem) -> None:
+    """doutᵀ x by the weight gradient's kernel, from the column tiles that the projection has written."""
+    sm100 = importlib.import_module("pma.kernels.weight_grad.sm100")
+    tiles = poisoned_tiles(p.x.scales, p.offsets, p.x.data.shape[0], "column")
+    spec = WeightGradSpec(dout.out.shape[1], p.x.data.shape[1], I64)
+    actual = sm100.launch(spec, MXFP8Tensor(dout.out, dout.column_tiles), MXFP8Tensor(p.x.data, tiles), p.offsets)
+    dense = [dequantize(*each, p.offsets, torch.float64) for each in (MXFP8Tensor(dout.out, dout.scales), p.x)]
+    assert relative_error(actual, dense[0].T @ dense[1]) < ULPS_FP32
 
 
 def test_column_tiles_feed_a_product_over_tokens(on):

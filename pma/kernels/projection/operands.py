@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import cutlass.cute as cute
 
+from pma.kernels.blocks.ring import Ring
 from pma.kernels.blocks.row_tiles import Announcements
 
 
@@ -30,13 +31,6 @@ class Loads(NamedTuple):
     weight: cute.Tensor
 
 
-class Ring(NamedTuple):
-    """Barriers of a ring of stages; see `pma.kernels.blocks.ring`."""
-
-    full: cute.Pointer
-    empty: cute.Pointer
-
-
 class Shared(NamedTuple):
     """Shared memory."""
 
@@ -51,13 +45,3 @@ class Shared(NamedTuple):
     weight: cute.Tensor  # (MMA, MMA_N, MMA_K, weight buffers)
     x_scales: cute.Tensor  # [512, stages] bytes
     weight_scales: cute.Tensor  # [512, weight buffers] bytes
-
-
-class Fragments(NamedTuple):
-    """What the tensor core works on."""
-
-    x: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, stages)
-    weight: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, weight buffers)
-    accumulators: cute.Tensor  # (MMA, MMA_M, MMA_N, accumulators)
-    x_scales: cute.Pointer  # four columns for each stage
-    weight_scales: cute.Pointer  # four columns for each weight buffer

@@ -27,7 +27,6 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as blackwell
-import cutlass.utils.blockscaled_layout as blockscaled
 import torch
 from cutlass import Float8E4M3FN, Float8E8M0FNU, Float32, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
@@ -36,9 +35,10 @@ from quack.copy_utils import tma_get_copy_fn
 from torch import Tensor
 
 from pma.jagged import num_row_blocks
+from pma.kernels.blocks.block_product import BLOCKS, Operand, multiply_tiles
 from pma.kernels.blocks.block_quantize import ABSENT_SCALES
 from pma.kernels.blocks.memory import element_pointer
-from pma.kernels.blocks.ring import bulk_load, init_ring, next_stage
+from pma.kernels.blocks.ring import Ring, bulk_load, init_ring, next_stage
 from pma.kernels.blocks.row_tiles import (
     BATCH,
     BATCHES,
@@ -48,13 +48,14 @@ from pma.kernels.blocks.row_tiles import (
     announce_row_tiles,
     next_row_tile,
 )
-from pma.kernels.blocks.tensor_memory import copy_scale_tile, load_row
+from pma.kernels.blocks.tensor_memory import copy_scale_tile, load_row, pass_on, take_over
 from pma.kernels.compile import aligned, cached, compile_for, fake_tensor
 from pma.kernels.device_facts import device_facts, num_multiprocessors
 from pma.kernels.projection.epilogues import EPILOGUE_WARPS, QuantizeEpilogue, StoreEpilogue
-from pma.kernels.projection.operands import Fragments, Loads, ProjectionOperands, Ring, Shared
+from pma.kernels.projection.operands import Loads, ProjectionOperands, Shared
 from pma.kernels.projection.spec import (
     OPERAND_BYTES,
+    PAYLOAD_BYTES,
     SCALE_COLUMNS,
     TENSOR_COLUMNS,
     TILE,
@@ -144,7 +145,7 @@ class Projection:
         elif warp == LOAD_WARP:
             self.load(o, loads, shared, product)
         elif warp == PRODUCT_WARP:
-            self.multiply(shared, product, tensor_memory)
+            self.multiply(shared, tensor_memory)
         else:
             self.finish(o, shared, tensor_memory)
         cute.arch.sync_threads()
@@ -248,12 +249,12 @@ class Projection:
     # ---------------------------------------------------------------------------------------------------- product
 
     @cute.jit
-    def multiply(self, shared: Shared, product: cute.TiledMma, tensor_memory: cute.Pointer):
-        fragments = self.fragments(shared, product, tensor_memory)
-        if const_expr(self.config.is_resident):
+    def multiply(self, shared: Shared, tensor_memory: cute.Pointer):
+        config, columns = self.config, tensor_memory.toint()
+        if const_expr(config.is_resident):
             cute.arch.mbarrier_wait(shared.weight_full, 0)
-            for buffer in cutlass.range(self.config.weight_buffers(self.spec)):
-                self.copy_scales(shared.weight_scales, fragments.weight_scales, buffer)
+            for buffer in cutlass.range(config.weight_buffers(self.spec)):
+                copy_scales(shared.weight_scales, buffer, tensor_memory + config.weight_scales_column)
         stage, parity, slot, slot_parity = Int32(0), Int32(0), Int32(0), Int32(1)
         turn, is_busy = Int32(0), True
         while is_busy:
@@ -261,71 +262,50 @@ class Projection:
             turn += 1
             if facts.num_rows > 0:
                 first, first_parity = stage, parity
-                for index in cutlass.range_constexpr(self.config.weight_tiles):
+                for index in cutlass.range_constexpr(config.weight_tiles):
                     stage, parity = first, first_parity
-                    cute.arch.mbarrier_wait(shared.accumulators.empty + slot, slot_parity)
+                    take_over(shared.accumulators.empty + slot, slot_parity)
                     for depth in cutlass.range(self.depth):
                         if const_expr(index == 0):
                             cute.arch.mbarrier_wait(shared.stages.full + stage, parity)
-                            self.copy_scales(shared.x_scales, fragments.x_scales, stage)
+                            copy_scales(shared.x_scales, stage, tensor_memory + config.x_scales_column)
                         buffer = stage
-                        if const_expr(self.config.is_resident):
+                        if const_expr(config.is_resident):
                             buffer = index * self.depth + depth
                         else:
-                            self.copy_scales(shared.weight_scales, fragments.weight_scales, buffer)
-                        self.multiply_tile(product, fragments, (depth, stage, buffer, slot))
-                        if const_expr(index == self.config.weight_tiles - 1):
+                            copy_scales(shared.weight_scales, buffer, tensor_memory + config.weight_scales_column)
+                        self.multiply_tile(shared, columns, (depth, stage, buffer, slot))
+                        if const_expr(index == config.weight_tiles - 1):
                             with cute.arch.elect_one():
                                 tcgen05.commit(shared.stages.empty + stage)
-                        stage, parity = next_stage(stage, parity, self.config.stages)
+                        stage, parity = next_stage(stage, parity, config.stages)
                     with cute.arch.elect_one():
                         tcgen05.commit(shared.accumulators.full + slot)
-                    slot, slot_parity = next_stage(slot, slot_parity, self.config.accumulators)
+                    slot, slot_parity = next_stage(slot, slot_parity, config.accumulators)
             is_busy = facts.tile >= 0
-        with cute.arch.elect_one():  # what still runs uses tensor memory and arrives at barriers
+        with cute.arch.elect_one():  # products arrive at barriers, and copies of scales run even without any product
             tcgen05.commit(shared.products_done)
         cute.arch.mbarrier_wait(shared.products_done, 0)
 
     @cute.jit
-    def fragments(self, shared: Shared, product: cute.TiledMma, tensor_memory: cute.Pointer) -> Fragments:
-        shape = cute.append(product.partition_shape_C((TILE, TILE)), self.config.accumulators)
-        x_scales = tensor_memory + self.config.accumulators * TILE
-        return Fragments(
-            x=product.make_fragment_A(shared.x),
-            weight=product.make_fragment_B(shared.weight),
-            accumulators=cute.make_tensor(tensor_memory, product.make_fragment_C(shape).layout),
-            x_scales=x_scales,
-            weight_scales=x_scales + self.config.stages * SCALE_COLUMNS,
-        )
-
-    @cute.jit
-    def copy_scales(self, source: cute.Tensor, target: cute.Pointer, index: Int32):
-        copy_scale_tile(source[None, index].iterator, target + index * SCALE_COLUMNS)
-
-    @cute.jit
-    def multiply_tile(self, product: cute.TiledMma, f: Fragments, turn):
+    def multiply_tile(self, shared: Shared, columns: Int32, turn):
         """Add a product of two tiles to an accumulator. turn: (depth, stage, buffer of the weight, accumulator)."""
+        config, blocks = self.config, self.spec.in_columns // BLOCK
         depth, stage, buffer, slot = turn
-        stage = cute.arch.make_warp_uniform(stage)
-        blocks = TILE // BLOCK
-        x_scales = self.scale_tensor(product, f.x_scales + stage * SCALE_COLUMNS, blockscaled.make_tmem_layout_sfa)
-        weight_scales = self.scale_tensor(
-            product, f.weight_scales + buffer * SCALE_COLUMNS, blockscaled.make_tmem_layout_sfb
+        stage, slot = cute.arch.make_warp_uniform(stage), cute.arch.make_warp_uniform(slot)  # so are all addresses
+        x = Operand(
+            address=shared.x.iterator.toint() + stage * PAYLOAD_BYTES,
+            scales=columns + config.x_scales_column + stage * SCALE_COLUMNS,
+            is_k_major=True,
         )
-        accumulator = f.accumulators[None, None, None, slot]
-        for block in cutlass.range_constexpr(blocks):
-            if depth * blocks + block < self.spec.in_columns // BLOCK:
-                product.set(tcgen05.Field.ACCUMULATE, depth * blocks + block > 0)
-                product.set(tcgen05.Field.SFA, x_scales[None, None, block].iterator)
-                product.set(tcgen05.Field.SFB, weight_scales[None, None, block].iterator)
-                x, weight = f.x[None, None, block, stage], f.weight[None, None, block, buffer]
-                cute.gemm(product, accumulator, x, weight, accumulator)
-
-    def scale_tensor(self, product: cute.TiledMma, address: cute.Pointer, make_layout) -> cute.Tensor:
-        """Scales of one tile in tensor memory, (MMA, MMA_MN, MMA_K)."""
-        tile = blockscaled.make_smem_layout_sfa(product, TILES, BLOCK, 1)
-        layout = make_layout(product, TILES, BLOCK, cute.slice_(tile, (None, None, None, 0)))
-        return cute.make_tensor(cute.recast_ptr(address, dtype=Float8E8M0FNU), layout)
+        weight = Operand(
+            address=shared.weight.iterator.toint() + buffer * PAYLOAD_BYTES,
+            scales=columns + config.weight_scales_column + buffer * SCALE_COLUMNS,
+            is_k_major=not self.spec.weight_is_transposed,
+        )
+        num_blocks = BLOCKS if const_expr(blocks % BLOCKS == 0) else cutlass.min(blocks - depth * BLOCKS, BLOCKS)
+        with cute.arch.elect_one():
+            multiply_tiles(columns + slot * TILE, x, weight, TILE, (num_blocks, depth > 0))
 
     # --------------------------------------------------------------------------------------------------- epilogue
 
@@ -342,17 +322,21 @@ class Projection:
                     column_tile = self.first_column_tile() + index
                     scale_word = Uint32(ABSENT_SCALES)
                     if facts.num_rows > 0:
-                        cute.arch.mbarrier_wait(shared.accumulators.full + slot, parity)
+                        take_over(shared.accumulators.full + slot, parity)
                         row = load_row(tensor_memory + slot * TILE, TILE)
-                        cute.arch.sync_warp()
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(shared.accumulators.empty + slot)
+                        pass_on(shared.accumulators.empty + slot)
                         if warp * BLOCK < facts.num_rows:
                             scale_word = self.epilogue.store(o, facts, row, column_tile)
                         slot, parity = next_stage(slot, parity, self.config.accumulators)
                     self.epilogue.store_scales(o, shared, facts, column_tile, (scale_word, half))
                     half ^= 1
         self.epilogue.clear_outside(o)
+
+
+@cute.jit
+def copy_scales(source: cute.Tensor, index: Int32, first: cute.Pointer):
+    """Copy scale tile number `index` of shared memory to its columns of tensor memory, counted from `first`."""
+    copy_scale_tile(source[None, index].iterator, first + index * SCALE_COLUMNS)
 
 
 @cute.jit

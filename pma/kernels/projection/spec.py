@@ -18,7 +18,8 @@ from pma.layouts import BLOCK
 from pma.layouts.scale_tiles import TILE_BYTES, TILE_ROWS
 
 TILE = TILE_ROWS  # rows, columns and depth of one tile of the product
-OPERAND_BYTES = TILE * TILE + TILE_BYTES  # a tile of X or of the weight with its scales
+PAYLOAD_BYTES = TILE * TILE  # of a tile of X or of the weight
+OPERAND_BYTES = PAYLOAD_BYTES + TILE_BYTES  # with its scales
 TENSOR_COLUMNS = 512  # of an SM
 SCALE_COLUMNS = 4  # tensor-memory columns of one tile's scales
 MAX_COLUMNS = 8192
@@ -130,9 +131,19 @@ class ProjectionConfig:
         """Upper bound of a CTA's shared memory."""
         return (self.stages + self.weight_buffers(spec)) * OPERAND_BYTES + BOOKKEEPING_BYTES
 
+    @property
+    def x_scales_column(self) -> int:
+        """Column of tensor memory where the scales of X begin, behind the accumulators."""
+        return self.accumulators * TILE
+
+    @property
+    def weight_scales_column(self) -> int:
+        """Column of tensor memory where the scales of the weight begin, behind those of X."""
+        return self.x_scales_column + SCALE_COLUMNS * self.stages
+
     def tensor_columns(self, spec: ProjectionSpec) -> int:
-        """Columns of tensor memory in use: accumulators, then scales of X, then scales of the weight."""
-        return self.accumulators * TILE + SCALE_COLUMNS * (self.stages + self.weight_buffers(spec))
+        """Columns of tensor memory in use."""
+        return self.weight_scales_column + SCALE_COLUMNS * self.weight_buffers(spec)
 
 
 @functools.cache

@@ -18,8 +18,7 @@ own. CTAs of a cluster have tiles below each other: each slab of x is read by on
 
 Shared memory: `stages` of one slab of dout and tile_columns / 128 slabs of x, [128 tokens, 128 columns] of payload
 each, and their scale tiles of 512 bytes.
-Tensor memory: `accumulators` × tile_columns, then the scales of one K tile, 4 columns a slab, dout's first. One set of
-scales is enough: copies to tensor memory and products run in the order of their issue.
+Tensor memory: `accumulators` × tile_columns, then the scales of each stage, 4 columns a slab, dout's first.
 
 Bound: for N = C = 384, one column of tiles and clusters of its 3 tiles, device memory: N + C bytes a token, which L2 is
 asked for once. For N = C = 512, clusters of 4 tiles of 128 × 256, L2 is asked for 1,536 bytes a token, and a CTA fills
@@ -31,7 +30,6 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as blackwell
-import cutlass.utils.blockscaled_layout as blockscaled
 import torch
 from cutlass import Boolean, Float8E4M3FN, Float8E8M0FNU, Float32, Int16, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
@@ -40,11 +38,12 @@ from quack.copy_utils import create_ragged_tensor_for_tma, offset_ragged_tensor,
 from quack.cute_dsl_utils import get_max_active_clusters
 from torch import Tensor
 
+from pma.kernels.blocks.block_product import Operand, multiply_tiles
 from pma.kernels.blocks.k_tiles import RowRange, count_with_rows, k_tile_at, rows_of_slots, window_at
 from pma.kernels.blocks.memory import element_pointer
 from pma.kernels.blocks.ring import bulk_load, init_ring, next_stage
 from pma.kernels.blocks.segments import first_slot
-from pma.kernels.blocks.tensor_memory import copy_scale_tile, load_row
+from pma.kernels.blocks.tensor_memory import copy_scale_tile, load_row, pass_on, take_over
 from pma.kernels.compile import aligned, cached, compile_for, fake_tensor
 from pma.kernels.device_facts import device_facts
 from pma.kernels.weight_grad.spec import (
@@ -64,7 +63,6 @@ from pma.layouts.scale_tiles import TILE_BYTES
 EPILOGUE_WARPS = 4
 PRODUCT_WARP, LOAD_WARP = 4, 5
 THREADS = 192
-BLOCKS = SLAB // BLOCK  # of 32 tokens in a K tile: one product each
 WIDTH = 32  # accumulator columns that the epilogue reads at once
 CHUNK = 4  # columns of a partial sum that lie together: 16 bytes
 SUM_THREADS = 128
@@ -128,11 +126,11 @@ class WeightGrad:
         )
 
     @cute.jit
-    def product(self, columns: cutlass.Constexpr[int]) -> cute.TiledMma:
-        """128 rows of dout times `columns` of x over 32 tokens."""
+    def product(self) -> cute.TiledMma:
+        """128 rows of dout times a slab of x over 32 tokens: what the layouts of slabs are made for."""
         return blackwell.make_blockscaled_trivial_tiled_mma(
             Float8E4M3FN, Float8E4M3FN, OperandMajorMode.MN, OperandMajorMode.MN, Float8E8M0FNU, BLOCK,
-            tcgen05.CtaGroup.ONE, (SLAB, columns),
+            tcgen05.CtaGroup.ONE, (SLAB, SLAB),
         )  # fmt: skip
 
     @cute.jit
@@ -143,12 +141,12 @@ class WeightGrad:
         ragged = create_ragged_tensor_for_tma(tokens_last, ragged_dim=1)
         layout = cute.slice_(self.payload_layout(1), (None, None, None, 0))
         return cute.nvgpu.make_tiled_tma_atom_A(
-            operation, ragged, layout, (SLAB, SLAB, SLAB), self.product(SLAB), (1, 1, 1, 1)
+            operation, ragged, layout, (SLAB, SLAB, SLAB), self.product(), (1, 1, 1, 1)
         )
 
     @cute.jit
     def payload_layout(self, slabs: cutlass.Constexpr[int]):
-        return blackwell.make_smem_layout_a(self.product(SLAB), (SLAB, SLAB, SLAB), Float8E4M3FN, slabs)
+        return blackwell.make_smem_layout_a(self.product(), (SLAB, SLAB, SLAB), Float8E4M3FN, slabs)
 
     @cute.kernel
     def kernel(self, o: WeightGradOperands, loads: Loads):
@@ -161,6 +159,7 @@ class WeightGrad:
         cute.arch.mbarrier_init_fence()
         if warp == 0:
             cute.arch.alloc_tmem(TENSOR_COLUMNS, shared.tensor_memory)
+            cute.arch.relinquish_tmem_alloc_permit()
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         tensor_memory = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tensor_memory)
@@ -172,7 +171,6 @@ class WeightGrad:
             self.finish(o, shared, tensor_memory)
         cute.arch.sync_threads()
         if warp == 0:
-            cute.arch.relinquish_tmem_alloc_permit()
             cute.arch.dealloc_tmem(tensor_memory, TENSOR_COLUMNS)
 
     @cute.jit
@@ -257,7 +255,7 @@ class WeightGrad:
         """Place: (slab of columns, first row, rows); what lies behind them is filled with zeros."""
         column, row, num_rows = place
         ragged = offset_ragged_tensor(tensor, row, num_rows, ragged_dim=1)
-        source = self.product(SLAB).get_slice(0).partition_A(cute.local_tile(ragged, (SLAB, SLAB), (column, 0)))
+        source = self.product().get_slice(0).partition_A(cute.local_tile(ragged, (SLAB, SLAB), (column, 0)))
         copy, _, _ = tma_get_copy_fn(atom, 0, cute.make_layout(1), source, target, single_stage=True)
         is_shared = const_expr(isinstance(atom.op, cpasync.CopyBulkTensorTileG2SMulticastOp))
         copy(tma_bar_ptr=full, **({"mcast_mask": Int16(self.cluster_mask)} if is_shared else {}))
@@ -283,7 +281,7 @@ class WeightGrad:
             while row < rows.end:
                 tile, window = k_tile_at(o.offsets, window, row)
                 if is_first:
-                    cute.arch.mbarrier_wait(shared.sum_empty + which, which_parity)
+                    take_over(shared.sum_empty + which, which_parity)
                 cute.arch.mbarrier_wait(shared.full + stage, parity)
                 self.multiply_stage(shared, tensor_memory, (stage, which), tile.num_rows, is_first)
                 with cute.arch.elect_one():
@@ -299,46 +297,21 @@ class WeightGrad:
 
     @cute.jit
     def multiply_stage(self, shared: Shared, tensor_memory: cute.Pointer, turn, num_rows: Int32, is_first: Boolean):
-        """Issue a K tile's products, one for each block of 32 tokens and each piece. turn: (stage, accumulator)."""
+        """Issue a K tile's products, for each piece one for each block of 32 tokens. turn: (stage, accumulator)."""
         config, (stage, which) = self.config, turn
-        scales = self.scales(tensor_memory + config.accumulators * config.tile_columns)
+        stage, which = cute.arch.make_warp_uniform(stage), cute.arch.make_warp_uniform(which)  # so are all addresses
+        first_scales = tensor_memory + config.scales_column + stage * (config.slabs * SCALE_COLUMNS)
         for slab in cutlass.range_constexpr(config.slabs):
-            address = tensor_memory + (config.accumulators * config.tile_columns + slab * SCALE_COLUMNS)
-            copy_scale_tile(shared.scales[None, slab, stage].iterator, address)
-        for block in cutlass.range_constexpr(BLOCKS):
-            if block * BLOCK < num_rows:
-                for first, columns in config.pieces:
-                    product = self.product(columns)
-                    product.set(tcgen05.Field.ACCUMULATE, True if const_expr(block > 0) else not is_first)
-                    product.set(tcgen05.Field.SFA, scales[None, 0, block].iterator)
-                    product.set(tcgen05.Field.SFB, scales[None, 1 + first // SLAB, block].iterator)
-                    dout = product.make_fragment_A(self.slabs_of(shared, 0, SLAB))[None, None, block, stage]
-                    x = product.make_fragment_B(self.slabs_of(shared, 1 + first // SLAB, columns))
-                    total = cute.make_tensor(
-                        self.sum_address(tensor_memory, which) + first,
-                        product.make_fragment_C(product.partition_shape_C((SLAB, columns))).layout,
-                    )
-                    cute.gemm(product, total, dout, x[None, None, block, stage], total)
-
-    @cute.jit
-    def scales(self, address: cute.Pointer) -> cute.Tensor:
-        """Scales of a K tile in tensor memory, those of all slabs as of one operand: (MMA, slabs, blocks)."""
-        product, tile = self.product(SLAB), (SLAB, self.config.slabs * SLAB, SLAB)
-        in_shared = blockscaled.make_smem_layout_sfb(product, tile, BLOCK, 1)
-        layout = blockscaled.make_tmem_layout_sfb(product, tile, BLOCK, cute.slice_(in_shared, (None, None, None, 0)))
-        return cute.make_tensor(cute.recast_ptr(address, dtype=Float8E8M0FNU), layout)
-
-    @cute.jit
-    def slabs_of(self, shared: Shared, first: cutlass.Constexpr[int], columns: cutlass.Constexpr[int]) -> cute.Tensor:
-        """Neighbouring slabs of every stage as one operand: (MMA, 1, blocks, stages)."""
-        size = columns // SLAB
-        wide = (SLAB, size) if const_expr(size > 1) else SLAB
-        strides = (1, SLAB_BYTES) if const_expr(size > 1) else 1
-        layout = cute.make_layout(
-            ((wide, BLOCK), 1, BLOCKS, self.config.stages),
-            stride=((strides, SLAB), 0, SLAB_BYTES // BLOCKS, self.config.slabs * SLAB_BYTES),
-        )
-        return cute.make_tensor(shared.payload[None, None, None, first].iterator, layout)
+            copy_scale_tile(shared.scales[None, slab, stage].iterator, first_scales + slab * SCALE_COLUMNS)
+        payload, scales = shared.payload.iterator.toint() + stage * (config.slabs * SLAB_BYTES), first_scales.toint()
+        depth = ((num_rows + BLOCK - 1) // BLOCK, not is_first)
+        with cute.arch.elect_one():
+            for first, columns in config.pieces:
+                slab = 1 + first // SLAB
+                total = tensor_memory.toint() + which * config.tile_columns + first
+                dout = Operand(payload, scales, is_k_major=False)
+                x = Operand(payload + slab * SLAB_BYTES, scales + slab * SCALE_COLUMNS, is_k_major=False)
+                multiply_tiles(total, dout, x, columns, depth)
 
     # ------------------------------------------------------------------------------------------- epilogue
 
@@ -362,7 +335,7 @@ class WeightGrad:
         rows = self.rows_of(o, item // self.tiles)
         has_rows = rows.begin < rows.end
         if has_rows:
-            cute.arch.mbarrier_wait(shared.sum_full + which, parity)
+            take_over(shared.sum_full + which, parity)
         for chunk in cutlass.range(self.config.tile_columns // WIDTH):
             values = cute.make_rmem_tensor(WIDTH, Float32)
             values.fill(0.0)
@@ -370,7 +343,7 @@ class WeightGrad:
                 values.store(load_row(self.sum_address(tensor_memory, which) + chunk * WIDTH, WIDTH).load())
             self.store_partial(o, item, chunk, values)
         if has_rows:
-            self.release_sum(shared, which)
+            pass_on(shared.sum_empty + which)
             which, parity = next_stage(which, parity, self.config.accumulators)
         return which, parity
 
@@ -383,12 +356,12 @@ class WeightGrad:
         totals.fill(0.0)
         first, last = self.segments_of(o, item // self.tiles)
         for _ in cutlass.range(count_with_rows(o.offsets, first, last)):
-            cute.arch.mbarrier_wait(shared.sum_full + which, parity)
+            take_over(shared.sum_full + which, parity)
             for chunk in cutlass.range_constexpr(chunks):
                 values = load_row(self.sum_address(tensor_memory, which) + chunk * WIDTH, WIDTH)
                 for index in cutlass.range_constexpr(WIDTH):
                     totals[index, chunk] += values[index]
-            self.release_sum(shared, which)
+            pass_on(shared.sum_empty + which)
             which, parity = next_stage(which, parity, self.config.accumulators)
         for chunk in cutlass.range_constexpr(chunks):
             self.store_partial(o, item, Int32(chunk), totals[None, chunk])
@@ -397,11 +370,6 @@ class WeightGrad:
     @cute.jit
     def sum_address(self, tensor_memory: cute.Pointer, which: Int32) -> cute.Pointer:
         return tensor_memory + which * self.config.tile_columns
-
-    @cute.jit
-    def release_sum(self, shared: Shared, which: Int32):
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(shared.sum_empty + which)
 
     @cute.jit
     def store_partial(self, o: WeightGradOperands, item: Int32, chunk: Int32, values: cute.Tensor):
@@ -473,24 +441,13 @@ def launch(spec: WeightGradSpec, dout: MXFP8Tensor, x: MXFP8Tensor, offsets: Ten
         return torch.zeros(shape, dtype=spec.out_dtype, device=device)
     facts = device_facts(device)
     config = choose_config(spec, facts)
-    tiles, num_ctas = (
-        config.tiles(spec),
-        config.cluster * get_max_active_clusters(config.cluster, (10, 0), device.index or 0),
-    )
-    parts = config.parts(spec, num_rows, num_segments, num_ctas)
-    partials = torch.empty(
-        (parts, tiles, config.tile_columns // CHUNK, SLAB, CHUNK), dtype=torch.float32, device=device
-    )
+    num_ctas = config.cluster * get_max_active_clusters(config.cluster, (10, 0), device.index or 0)
+    tiles, parts = config.tiles(spec), config.parts(spec, num_rows, num_segments, num_ctas)
+    sizes = (parts, tiles, config.tile_columns // CHUNK, SLAB, CHUNK)
+    partials = torch.empty(sizes, dtype=torch.float32, device=device)
     out = torch.empty(shape, dtype=spec.out_dtype, device=device)
-    operands = WeightGradOperands(
-        aligned(dout.data),
-        aligned(dout.scales),
-        aligned(x.data),
-        aligned(x.scales),
-        offsets.contiguous(),
-        partials,
-        out,
-    )
+    payloads_and_tiles = (aligned(each) for each in (dout.data, dout.scales, x.data, x.scales))
+    operands = WeightGradOperands(*payloads_and_tiles, offsets.contiguous(), partials, out)
     with torch.cuda.device(device):
         compiled(facts.arch, spec, config)(operands, min(parts * tiles, num_ctas))
     return out

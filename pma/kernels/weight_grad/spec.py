@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pma.jagged import num_row_blocks
-from pma.kernels.device_facts import KIB, SM100, SM103, DeviceFacts
+from pma.kernels.device_facts import KIB, DeviceFacts
 from pma.layouts.scale_tiles import TILE_BYTES, TILE_ROWS
 
 SLAB = TILE_ROWS  # tokens of a K tile, rows of a tile of dW, columns that one load brings
@@ -41,10 +41,8 @@ class WeightGradSpec:
     out_dtype: torch.dtype = torch.float32
     keeps_segments_apart: bool = False
 
-    def why_unsupported(self, facts: DeviceFacts | None) -> str | None:
+    def why_unsupported(self) -> str | None:
         """None if the kernel serves the spec, else the reason, naming what came and what is allowed."""
-        if facts not in (SM100, SM103):
-            return f"the GPU must be sm_100a or sm_103a, got {facts.arch if facts else 'no supported GPU'}"
         for name, columns in (("dout", self.out_columns), ("x", self.in_columns)):
             if columns % SLAB or not 0 < columns <= MAX_COLUMNS:
                 return f"the width of {name} must be a multiple of {SLAB} up to {MAX_COLUMNS}, got {columns}"
@@ -90,9 +88,14 @@ class WeightGradConfig:
         """Upper bound of a CTA's shared memory."""
         return self.stages * self.stage_bytes + OVERHEAD_BYTES
 
+    @property
+    def scales_column(self) -> int:
+        """Column of tensor memory where the scales of the stages begin, behind the accumulators."""
+        return self.accumulators * self.tile_columns
+
     def tensor_columns(self) -> int:
-        """Columns of tensor memory that are used: accumulators, then the scales of one K tile."""
-        return self.accumulators * self.tile_columns + self.slabs * SCALE_COLUMNS
+        """Columns of tensor memory that are used."""
+        return self.scales_column + self.stages * self.slabs * SCALE_COLUMNS
 
     def tiles(self, spec: WeightGradSpec) -> int:
         return (spec.out_columns // SLAB) * (spec.in_columns // self.tile_columns)
