@@ -215,6 +215,10 @@ def _commit(instruction: Instruction, operands: Operands) -> Handler:
 
             def arrive(operation: Any, targets: list[int] = targets) -> None:
                 for target in targets:
+                    cta = cluster.ctas[rank_of(target)]
+                    if not any(other.is_live for other in cta.warps):
+                        message = f"an arrival reaches CTA {cta.index}, which has exited"
+                        cluster.grid.note("arrival after exit", message, "tcgen05.commit", instruction.line)
                     cluster.mbarrier(target).arrive(1, operation.clock)
 
             cluster.engine.submit_tensor(warp, "tcgen05.commit", arrive, is_commit=True)

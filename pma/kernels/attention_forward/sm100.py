@@ -74,13 +74,15 @@ from pma.kernels.blocks.block_scales import block_scale, inverse_scale, scale_by
 from pma.kernels.blocks.exponential import exp2_of_row
 from pma.kernels.blocks.masks import mask_behind
 from pma.kernels.blocks.memory import element_pointer, store_words
-from pma.kernels.blocks.ring import Ring, arrive, bulk_load, init_ring, next_stage
+from pma.kernels.blocks.ring import Ring, arrive, init_ring, next_stage
+from pma.kernels.blocks.scale_tiles import load_scale_tile
 from pma.kernels.blocks.tensor_memory import (
     column_pointer,
     copy_scale_tile,
     load_row,
     load_row_and_maxima,
     pass_on,
+    release,
     store_row,
     take_over,
 )
@@ -312,14 +314,14 @@ class AttentionForward:
                 )
                 self.load_tile(loads.k_atom, score_product.get_slice(0).partition_B(source), k_tiles, buffer, full)
                 with cute.arch.elect_one():
-                    load_scales(o.k_tiles, slot + tile, head_tile, (shared.kv_scales[None, buffer].iterator, full))
+                    load_scale_tile(o.k_tiles, slot + tile, head_tile, (shared.kv_scales[None, buffer].iterator, full))
                 buffer, parity = next_stage(buffer, parity, self.config.kv_buffers)
                 full = self.fill(shared, buffer, parity)
                 rows = offset_ragged_tensor(loads.v, row, num_rows, ragged_dim=1)
                 source = cute.local_tile(rows, (self.spec.head_dim, TILE), (share.head, 0))
                 self.load_tile(loads.v_atom, out_product.get_slice(0).partition_B(source), v_tiles, buffer, full)
                 with cute.arch.elect_one():
-                    load_scales(o.v_tiles, head_tile, slot + tile, (shared.kv_scales[None, buffer].iterator, full))
+                    load_scale_tile(o.v_tiles, head_tile, slot + tile, (shared.kv_scales[None, buffer].iterator, full))
                 buffer, parity = next_stage(buffer, parity, self.config.kv_buffers)
             work, turn = self.next_work(o, turn)
 
@@ -348,7 +350,7 @@ class AttentionForward:
             self.load_tile(loads.q_atom, self.score_product().get_slice(0).partition_A(source), q_tiles, target, full)
             head_tile = share.head * self.spec.head_dim // TILE
             with cute.arch.elect_one():
-                load_scales(o.q_tiles, slot + tile, head_tile, (shared.q_scales[None, target].iterator, full))
+                load_scale_tile(o.q_tiles, slot + tile, head_tile, (shared.q_scales[None, target].iterator, full))
 
     @cute.jit
     def load_tile(
@@ -698,13 +700,6 @@ class AttentionForward:
 
 
 @cute.jit
-def release(barrier: cute.Pointer):
-    """Arrive when all products so far are done."""
-    with cute.arch.elect_one():
-        tcgen05.commit(barrier)
-
-
-@cute.jit
 def finite(maximum: Float32) -> Float32:
     """The maximum, 0 where there is none."""
     return Float32(0.0) if maximum == -Float32.inf else maximum
@@ -735,13 +730,6 @@ def sum_of(row: cute.Tensor, start: Float32) -> Float32:
     right = cute.arch.add_packed_f32x2(sums[2], sums[3])
     x, y = cute.arch.add_packed_f32x2(left, right)
     return x + y
-
-
-@cute.jit
-def load_scales(tiles: cute.Tensor, first: Int32, second: Int32, target):
-    """Copy the scale tile [first, second] to shared memory; in one thread. target: (address, barrier)."""
-    offset = (Int64(first) * cute.size(tiles, mode=[1]) + second) * TILE_BYTES
-    bulk_load(target[0], element_pointer(tiles, offset, 16), Int32(TILE_BYTES), target[1])
 
 
 def build(arch: str, spec: AttentionForwardSpec, config: AttentionForwardConfig, options: str = ""):

@@ -37,20 +37,6 @@ def block_amax(values: cute.Tensor, is_row: Boolean) -> Float32:
 
 
 @cute.jit
-def scale_byte_with_headroom(amax: Float32, headroom_exponent: cutlass.Constexpr[int]) -> Int32:
-    """Byte of the least 2^k with amax <= 448·2^k, raised by the headroom; 0 for amax 0, 255 for NaN and Inf."""
-    bits = amax.bitcast(Uint32)
-    exponent = Int32(bits >> 23)
-    is_past_448 = Int32((bits & Uint32(0x7FFFFF)) > Uint32(0x600000))
-    byte = cutlass.min(cutlass.max(exponent - 8 + is_past_448 + headroom_exponent, 0), 254)
-    if bits == Uint32(0):
-        byte = Int32(0)
-    if exponent == 255:
-        byte = Int32(SCALE_NAN)
-    return byte
-
-
-@cute.jit
 def cast_row(values: cute.Tensor, byte: Int32) -> cute.Tensor:
     """E4M3 payload of a lane's values under their scale, four to a word; 0 under the scale NaN."""
     size = const_expr(cute.size(values))

@@ -8,11 +8,14 @@ from pma.layouts.mxfp8 import SCALE_NAN
 
 
 @cute.jit
-def scale_byte(amax_bits: Uint32) -> Int32:
-    """Byte of the least 2^k with amax <= 448·2^k, from the bits of the fp32 amax; 255 for NaN and Inf."""
+def scale_byte(amax_bits: Uint32, headroom_exponent: cutlass.Constexpr[int] = 0) -> Int32:
+    """Byte of the least 2^k with amax <= 448·2^k, raised by the headroom, from the bits of the fp32 amax.
+
+    0 for an amax of 0; 255 for NaN and Inf.
+    """
     exponent = Int32(amax_bits >> 23)
     is_past_448 = Int32((amax_bits & Uint32(0x7FFFFF)) > Uint32(0x600000))
-    byte = cutlass.min(cutlass.max(exponent - 8 + is_past_448, 0), 254)
+    byte = cutlass.min(cutlass.max(exponent - 8 + is_past_448 + headroom_exponent, 0), 254)
     if amax_bits == Uint32(0):
         byte = Int32(0)
     if exponent == 255:

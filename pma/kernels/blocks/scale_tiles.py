@@ -1,12 +1,20 @@
-"""Writing scale tiles (`pma/layouts/scale_tiles.py`): the 4 × 4 bytes of 128 rows and 128 columns, 32 times."""
+"""Scale tiles (`pma/layouts/scale_tiles.py`): the 4 × 4 bytes of 128 rows and 128 columns, 32 times."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr
 
-from pma.kernels.blocks.memory import store_words
+from pma.kernels.blocks.memory import element_pointer, store_words
+from pma.kernels.blocks.ring import bulk_load
 from pma.layouts.mxfp8 import SCALE_ONE
 from pma.layouts.scale_tiles import TILE_BYTES
+
+
+@cute.jit
+def load_scale_tile(tiles: cute.Tensor, first: Int32, second: Int32, target):
+    """Copy the scale tile [first, second] to shared memory; in one thread. target: (address, barrier)."""
+    offset = (Int64(first) * cute.size(tiles, mode=[1]) + second) * TILE_BYTES
+    bulk_load(target[0], element_pointer(tiles, offset, 16), Int32(TILE_BYTES), target[1])
 
 
 @cute.jit

@@ -18,7 +18,7 @@ LANE_STRIDE = 1 << 16
 
 @cute.jit
 def take_over(barrier: cute.Pointer, parity: Int32):
-    """Wait until tensor memory is passed on, by `pass_on` or by `tcgen05.commit`."""
+    """Wait until tensor memory is passed on, by `pass_on` or by `release`."""
     cute.arch.mbarrier_wait(barrier, parity)
     primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
 
@@ -28,6 +28,13 @@ def pass_on(barrier: cute.Pointer):
     """Pass on tensor memory that this warp has read: one arrival, by the whole warp."""
     primitives.tcgen05_fence(primitives.Tcgen05Fence.BEFORE_THREAD_SYNC)
     arrive(barrier)
+
+
+@cute.jit
+def release(barrier: cute.Pointer):
+    """Arrive when all products and copies that this warp has issued are done; nobody waits for that here."""
+    with cute.arch.elect_one():
+        tcgen05.commit(barrier)
 
 
 @cute.jit

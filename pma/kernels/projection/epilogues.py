@@ -12,11 +12,11 @@ from pma.kernels.blocks.block_quantize import (
     ABSENT_SCALES,
     block_amax,
     cast_row,
-    scale_byte_with_headroom,
     store_column_tile,
     store_row,
     store_row_tile,
 )
+from pma.kernels.blocks.block_scales import scale_byte
 from pma.kernels.blocks.memory import clear_bytes, clear_rows, store_byte
 from pma.kernels.blocks.row_tiles import RowTile
 from pma.kernels.blocks.segments import first_slot
@@ -47,7 +47,7 @@ class QuantizeEpilogue:
             column = column_tile * TILE + index * width
             if const_expr(self.spec.has_whole_tiles) or column < self.spec.out_columns:
                 values = columns_of(row, index * width, width)
-                byte = scale_byte_with_headroom(block_amax(values, is_row), self.spec.headroom_exponent)
+                byte = scale_byte(block_amax(values, is_row).bitcast(Uint32), self.spec.headroom_exponent)
                 payload = cast_row(values, byte)
                 if is_row:
                     store_row(o.out, Int64(facts.first_row + index_of_row) * self.spec.out_columns + column, payload)

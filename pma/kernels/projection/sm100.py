@@ -37,8 +37,7 @@ from torch import Tensor
 from pma.jagged import num_row_blocks
 from pma.kernels.blocks.block_product import BLOCKS, Operand, multiply_tiles
 from pma.kernels.blocks.block_quantize import ABSENT_SCALES
-from pma.kernels.blocks.memory import element_pointer
-from pma.kernels.blocks.ring import Ring, bulk_load, init_ring, next_stage
+from pma.kernels.blocks.ring import Ring, init_ring, next_stage
 from pma.kernels.blocks.row_tiles import (
     BATCH,
     BATCHES,
@@ -48,7 +47,8 @@ from pma.kernels.blocks.row_tiles import (
     announce_row_tiles,
     next_row_tile,
 )
-from pma.kernels.blocks.tensor_memory import copy_scale_tile, load_row, pass_on, take_over
+from pma.kernels.blocks.scale_tiles import load_scale_tile
+from pma.kernels.blocks.tensor_memory import copy_scale_tile, load_row, pass_on, release, take_over
 from pma.kernels.compile import aligned, cached, compile_for, fake_tensor
 from pma.kernels.device_facts import device_facts, num_multiprocessors
 from pma.kernels.projection.epilogues import EPILOGUE_WARPS, QuantizeEpilogue, StoreEpilogue
@@ -233,7 +233,7 @@ class Projection:
         copy, _, _ = tma_get_copy_fn(loads.x_atom, 0, cute.make_layout(1), source, shared.x)
         copy(depth, stage, tma_bar_ptr=full)
         with cute.arch.elect_one():
-            load_scales(o.x_tiles, facts.tile, depth, (shared.x_scales[None, stage].iterator, full))
+            load_scale_tile(o.x_tiles, facts.tile, depth, (shared.x_scales[None, stage].iterator, full))
 
     @cute.jit
     def load_weight(self, o: ProjectionOperands, loads: Loads, shared: Shared, product: cute.TiledMma, place, turn):
@@ -244,7 +244,7 @@ class Projection:
         copy, _, _ = tma_get_copy_fn(loads.weight_atom, 0, cute.make_layout(1), source, shared.weight)
         copy(depth, buffer, tma_bar_ptr=full)
         with cute.arch.elect_one():
-            load_scales(o.weight_tiles, column_tile, depth, (shared.weight_scales[None, buffer].iterator, full))
+            load_scale_tile(o.weight_tiles, column_tile, depth, (shared.weight_scales[None, buffer].iterator, full))
 
     # ---------------------------------------------------------------------------------------------------- product
 
@@ -276,15 +276,12 @@ class Projection:
                             copy_scales(shared.weight_scales, buffer, tensor_memory + config.weight_scales_column)
                         self.multiply_tile(shared, columns, (depth, stage, buffer, slot))
                         if const_expr(index == config.weight_tiles - 1):
-                            with cute.arch.elect_one():
-                                tcgen05.commit(shared.stages.empty + stage)
+                            release(shared.stages.empty + stage)
                         stage, parity = next_stage(stage, parity, config.stages)
-                    with cute.arch.elect_one():
-                        tcgen05.commit(shared.accumulators.full + slot)
+                    release(shared.accumulators.full + slot)
                     slot, slot_parity = next_stage(slot, slot_parity, config.accumulators)
             is_busy = facts.tile >= 0
-        with cute.arch.elect_one():  # products arrive at barriers, and copies of scales run even without any product
-            tcgen05.commit(shared.products_done)
+        release(shared.products_done)  # products arrive at barriers, and copies of scales run even without any product
         cute.arch.mbarrier_wait(shared.products_done, 0)
 
     @cute.jit
@@ -337,13 +334,6 @@ class Projection:
 def copy_scales(source: cute.Tensor, index: Int32, first: cute.Pointer):
     """Copy scale tile number `index` of shared memory to its columns of tensor memory, counted from `first`."""
     copy_scale_tile(source[None, index].iterator, first + index * SCALE_COLUMNS)
-
-
-@cute.jit
-def load_scales(tiles: cute.Tensor, first: Int32, second: Int32, target):
-    """Copy the scale tile [first, second] to shared memory; in one thread. target: (address, barrier)."""
-    offset = (Int64(first) * cute.size(tiles, mode=[1]) + second) * TILE_BYTES
-    bulk_load(target[0], element_pointer(tiles, offset, 16), Int32(TILE_BYTES), target[1])
 
 
 def build(arch: str, spec: ProjectionSpec, config: ProjectionConfig, options: str = ""):

@@ -41,7 +41,8 @@ from torch import Tensor
 from pma.kernels.blocks.block_product import Operand, multiply_tiles
 from pma.kernels.blocks.k_tiles import RowRange, count_with_rows, k_tile_at, rows_of_slots, window_at
 from pma.kernels.blocks.memory import element_pointer
-from pma.kernels.blocks.ring import bulk_load, init_ring, next_stage
+from pma.kernels.blocks.ring import init_ring, next_stage
+from pma.kernels.blocks.scale_tiles import load_scale_tile
 from pma.kernels.blocks.segments import first_slot
 from pma.kernels.blocks.tensor_memory import copy_scale_tile, load_row, pass_on, take_over
 from pma.kernels.compile import aligned, cached, compile_for, fake_tensor
@@ -240,9 +241,9 @@ class WeightGrad:
         down, across = tile % self.tiles_down, tile // self.tiles_down * (slabs - 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.config.stage_bytes)
-            self.load_scales(o.dout_tiles, (down, slot), shared.scales[None, 0, stage], full)
+            load_scale_tile(o.dout_tiles, down, slot, (shared.scales[None, 0, stage].iterator, full))
             for slab in cutlass.range_constexpr(1, slabs):
-                self.load_scales(o.x_tiles, (across + slab - 1, slot), shared.scales[None, slab, stage], full)
+                load_scale_tile(o.x_tiles, across + slab - 1, slot, (shared.scales[None, slab, stage].iterator, full))
         target = shared.payload[None, None, None, stage * slabs]
         self.load_slab(loads.dout_atom, loads.dout, (down, row, num_rows), target, full)
         for slab in cutlass.range_constexpr(1, slabs):
@@ -259,13 +260,6 @@ class WeightGrad:
         copy, _, _ = tma_get_copy_fn(atom, 0, cute.make_layout(1), source, target, single_stage=True)
         is_shared = const_expr(isinstance(atom.op, cpasync.CopyBulkTensorTileG2SMulticastOp))
         copy(tma_bar_ptr=full, **({"mcast_mask": Int16(self.cluster_mask)} if is_shared else {}))
-
-    @cute.jit
-    def load_scales(self, tiles: cute.Tensor, place, target: cute.Tensor, full: cute.Pointer):
-        """Called by one thread. place: (slab of columns, slot)."""
-        column, slot = place
-        offset = (Int64(column) * cute.size(tiles, mode=[1]) + slot) * TILE_BYTES
-        bulk_load(target.iterator, element_pointer(tiles, offset, 16), Int32(TILE_BYTES), full)
 
     # -------------------------------------------------------------------------------------------- product
 
