@@ -13,6 +13,7 @@ from pma.modules.layers import Projection
 from pma.numerics import AttentionNumerics
 from pma.ops import backends
 from pma.ops.autograd import PMAConfig
+from pma.ops.sm100 import PoolShape
 
 PRECISIONS = ("mxfp8", "bf16", "fp32")
 SEEDS_STD = 0.02
@@ -151,7 +152,10 @@ class PMA(nn.Module):
 
     def _operators(self) -> dict[str, str]:
         weight = self.key_norm.weight
-        return backends.report(self.backend, weight.device, weight.dtype, self.embed_dim, self.num_heads)
+        dtypes = (weight.dtype, weight.dtype, torch.int64, weight.dtype)
+        has_values = self.value_proj is not None
+        shape = PoolShape(self.embed_dim, self.num_heads, self.num_seeds, has_values, *dtypes)
+        return backends.report(self.backend, weight.device, shape, self.numerics)
 
     def extra_repr(self) -> str:
         return (

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pma.jagged import equal_offsets
+from pma.ops import backends, sm100
 from pma.ops import operators as ops
 
 
@@ -33,6 +34,24 @@ class PMAFunction(torch.autograd.Function):
         ctx: Any, events: Tensor, offsets: Tensor, seeds: Tensor, query_norm: Tensor, query_proj: Tensor,
         key_norm: Tensor, key_proj: Tensor, value_proj: Tensor | None, config: PMAConfig,
     ) -> Tensor:  # fmt: skip
+        ctx.config, ctx.projection_dtype = config, query_proj.dtype
+        dtypes = (events.dtype, key_proj.dtype, offsets.dtype, config.out_dtype)
+        shape = sm100.PoolShape(events.shape[1], config.num_heads, seeds.shape[0], value_proj is not None, *dtypes)
+        ctx.is_sm100 = backends.uses_sm100(config.backend, events.device, shape, config.numerics)
+        if ctx.is_sm100:
+            projections = (query_norm, query_proj, key_norm, key_proj, value_proj)
+            pooled = sm100.pool(
+                events,
+                offsets,
+                seeds,
+                *projections,
+                config.num_heads,
+                config.norm_eps,
+                config.numerics,
+                config.out_dtype,
+            )
+            ctx.save_for_backward(events, offsets, seeds, query_norm, key_norm, *pooled)
+            return pooled[0]
         c, wide, backend = config, config.projection_columns_per_scale, config.backend
         seed_offsets, weight_offsets = _one_segment(seeds), _one_segment(query_proj)
         wq, wk = (ops.quantize(w, weight_offsets, wide, backend) for w in (query_proj, key_proj))
@@ -52,13 +71,13 @@ class PMAFunction(torch.autograd.Function):
             events, offsets, seeds, query_norm, key_norm, seeds_rstd, rstd, out, lse, row_sum_log2,
             xq, xq_scales, x, x_scales, *q, *k, *saved_v, *wq, *wk, *wv,
         )  # fmt: skip
-        ctx.config = config
-        ctx.projection_dtype = query_proj.dtype
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         c: PMAConfig = ctx.config
+        if ctx.is_sm100:
+            return _sm100_backward(ctx, dout)
         (
             events, offsets, seeds, query_norm, key_norm, seeds_rstd, rstd, out, lse, row_sum_log2,
             xq, xq_scales, x, x_scales, q, q_scales, k, k_scales, v, v_scales, wq, wq_scales, wk, wk_scales,
@@ -67,7 +86,6 @@ class PMAFunction(torch.autograd.Function):
         has_value_projection = v is not None
         if not has_value_projection:
             v, v_scales = x, x_scales
-        seed_offsets = _one_segment(seeds)
         do, do_scales, delta = ops.quantize_dout(dout, out, c.num_heads, c.columns_per_scale, c.dp_operands, c.backend)
         dq, dk, dk_scales, dv, dv_scales = ops.attention_backward(
             q, q_scales, k, k_scales, v, v_scales, offsets, do, do_scales, dout, delta, lse, row_sum_log2,
@@ -79,21 +97,51 @@ class PMAFunction(torch.autograd.Function):
         dwv, added = None, (dv, dv_scales)
         if has_value_projection:
             dx = dx + ops.gemm(dv, dv_scales, wv, wv_scales, offsets, dx_dtype)
-            dwv = ops.weight_grad(dv, dv_scales, x, x_scales, offsets).to(ctx.projection_dtype)
+            dwv = ops.weight_grad(dv, dv_scales, x, x_scales, offsets)
             added = (None, None)
         devents, dkey_norm = ops.rmsnorm_backward(dx, *added, events, key_norm, rstd, offsets, c.backend)
-        with without_autocast(dq):  # small products, in float32 always
-            dwq = dq.t() @ ops.dequantize(xq, xq_scales, seed_offsets)
-            dxq = dq @ ops.dequantize(wq, wq_scales, _one_segment(wq))
-        dseeds, dquery_norm = ops.rmsnorm_backward(
-            dxq, None, None, seeds, query_norm, seeds_rstd, seed_offsets, c.backend
+        dseeds, dquery_norm, dwq = _seed_gradients(
+            dq, (xq, xq_scales), (wq, wq_scales), (seeds, query_norm, seeds_rstd), c.backend
         )
-        dwq, dwk = dwq.to(ctx.projection_dtype), dwk.to(ctx.projection_dtype)
-        dquery_norm, dkey_norm = dquery_norm.to(query_norm.dtype), dkey_norm.to(key_norm.dtype)
-        devents, dseeds, dquery_norm, dwq, dkey_norm, dwk, dwv = _once(
-            out, devents, dseeds, dquery_norm, dwq, dkey_norm, dwk, dwv
-        )
-        return devents, None, dseeds, dquery_norm, dwq, dkey_norm, dwk, dwv, None
+        return _in_order(ctx, out, devents, (dseeds, dquery_norm, dwq), (dkey_norm, dwk, dwv))
+
+
+def _sm100_backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    events, offsets, seeds, query_norm, key_norm, *pooled = ctx.saved_tensors
+    c, p = ctx.config, sm100.Pooled(*pooled)
+    dq, devents, dkey_norm, dwk, *dwv = sm100.pool_backward(
+        dout, events, offsets, key_norm, pooled, c.num_heads, c.numerics
+    )
+    of_seeds = _seed_gradients(
+        dq, (p.xq, p.xq_scales), (p.wq, p.wq_scales), (seeds, query_norm, p.seeds_rstd), c.backend
+    )
+    return _in_order(ctx, p.out, devents, of_seeds, (dkey_norm, dwk, dwv[0] if dwv else None))
+
+
+def _seed_gradients(dq: Tensor, xq: tuple, wq: tuple, normed: tuple, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the seeds, of their norm and of their projection: small products, in float32 always.
+
+    xq, wq: (data, compact scales); normed: (seeds, weight of the norm, rstd).
+    """
+    seeds, query_norm, rstd = normed
+    seed_offsets = _one_segment(seeds)
+    with without_autocast(dq):
+        dwq = dq.t() @ ops.dequantize(*xq, seed_offsets)
+        dxq = dq @ ops.dequantize(*wq, _one_segment(wq[0]))
+    dseeds, dquery_norm = ops.rmsnorm_backward(dxq, None, None, seeds, query_norm, rstd, seed_offsets, backend)
+    return dseeds, dquery_norm.to(query_norm.dtype), dwq
+
+
+def _in_order(ctx: Any, out: Tensor, devents: Tensor, of_seeds: tuple, of_keys: tuple) -> tuple[Tensor | None, ...]:
+    """What `PMAFunction.backward` returns, in the dtypes of the parameters."""
+    (dseeds, dquery_norm, dwq), (dkey_norm, dwk, dwv) = of_seeds, of_keys
+    dtype = ctx.projection_dtype
+    dwq, dwk, dwv = dwq.to(dtype), dwk.to(dtype), None if dwv is None else dwv.to(dtype)
+    dkey_norm = dkey_norm.to(ctx.saved_tensors[4].dtype)
+    devents, dseeds, dquery_norm, dwq, dkey_norm, dwk, dwv = _once(
+        out, devents, dseeds, dquery_norm, dwq, dkey_norm, dwk, dwv
+    )
+    return devents, None, dseeds, dquery_norm, dwq, dkey_norm, dwk, dwv, None
 
 
 class PlainAttentionFunction(torch.autograd.Function):

@@ -4,7 +4,7 @@
     "auto"         kernels where they exist, else the reference               never
     "reference"    the reference                                              never
     "sm90"         nothing yet: it needs a kernel for every operator          at construction
-    "sm100"        likewise                                                   at construction
+    "sm100"        the whole module on kernels, see `sm100.py`                at construction and when called
 
 An implementation changes no rounding point: kernels and reference round at the same places.
 """
@@ -15,10 +15,12 @@ import importlib.util
 import torch
 
 from pma.checks import UnsupportedError, check_choice
-from pma.kernels.device_facts import device_facts
+from pma.kernels.device_facts import SM100, SM103, device_facts
 from pma.kernels.quantize.spec import QuantizeSpec
 from pma.kernels.rmsnorm_backward.spec import RMSNormBackwardSpec
 from pma.kernels.scatter_scales.spec import ScatterScalesSpec
+from pma.numerics import AttentionNumerics
+from pma.ops.sm100 import PoolShape, specs_of
 
 BACKENDS = ("auto", "reference", "sm90", "sm100")
 OPERATORS = (
@@ -39,14 +41,47 @@ def check_backend(backend: str) -> None:
     """Raise unless `backend` names one that this version can serve.
 
     Raises:
-        ValueError: not one of BACKENDS.    UnsupportedError: "sm90" or "sm100", which lack kernels for some operators.
+        ValueError: not one of BACKENDS.    UnsupportedError: "sm90", which lacks kernels for some operators; "sm100"
+        without a Blackwell GPU.
     """
     check_choice("backend", backend, BACKENDS)
-    if backend in ("sm90", "sm100"):
+    if backend == "sm90":
         raise UnsupportedError(
-            f"backend={backend!r} lacks kernels for some operators in this version, got device capability "
-            f"{_capability()}; use backend='auto' or 'reference'"
+            f"backend='sm90' lacks kernels for some operators in this version, got device capability {_capability()}; "
+            "use backend='auto' or 'reference'"
         )
+    if backend == "sm100" and not (torch.cuda.is_available() and is_blackwell(torch.device("cuda"))):
+        raise UnsupportedError(f"backend='sm100' needs device capability sm_100 or sm_103, got {_capability()}")
+
+
+def is_blackwell(device: torch.device) -> bool:
+    """Whether the kernels for Blackwell run there."""
+    return device_facts(device) in (SM100, SM103)
+
+
+@torch.compiler.assume_constant_result
+def uses_sm100(backend: str, device: torch.device, shape: PoolShape, numerics: str) -> bool:
+    """Whether the whole module runs on kernels for Blackwell. numerics: a record's token.
+
+    Raises:
+        UnsupportedError: backend="sm100" cannot serve this device or these sizes; the message says why.
+    """
+    if backend not in ("auto", "sm100"):
+        return False
+    reason = why_not_sm100(device, shape, AttentionNumerics.from_token(numerics))
+    if reason and backend == "sm100":
+        raise UnsupportedError(f"backend='sm100' cannot serve this call: {reason}; use backend='auto'")
+    return reason is None
+
+
+def why_not_sm100(device: torch.device, shape: PoolShape, numerics: AttentionNumerics) -> str | None:
+    """Why the kernels for Blackwell do not serve a module, None if they do."""
+    if not is_blackwell(device):
+        return f"it needs device capability sm_100 or sm_103, got {_capability(device)}"
+    if reason := _why_no_kernels(device):
+        return reason
+    reasons = ((name, spec.why_unsupported()) for name, spec in specs_of(shape, numerics)._asdict().items())
+    return next((f"{name}: {reason}" for name, reason in reasons if reason), None)
 
 
 def uses_kernel(backend: str, device: torch.device, spec: Spec) -> bool:
@@ -61,9 +96,12 @@ def why_reference(backend: str, device: torch.device, spec: Spec) -> str | None:
     return _why_no_kernels(device) or spec.why_unsupported()
 
 
-def report(backend: str, device: torch.device, dtype: torch.dtype, embed_dim: int, num_heads: int) -> dict[str, str]:
-    """Operator → implementation and why, for `PMA.backend_report()`; events in the dtype of the parameters."""
-    offsets, head_dim = torch.int64, embed_dim // num_heads
+def report(backend: str, device: torch.device, shape: PoolShape, numerics: AttentionNumerics) -> dict[str, str]:
+    """Operator → implementation and why, for `PMA.backend_report()`."""
+    if backend != "reference" and (why_not := why_not_sm100(device, shape, numerics)) is None:
+        return dict.fromkeys(OPERATORS, f"kernel ({device_facts(device).arch})")
+    embed_dim, dtype, offsets = shape.embed_dim, shape.events, shape.offsets
+    head_dim = embed_dim // shape.num_heads
     specs: dict[str, Spec] = {
         "rmsnorm_quantize": QuantizeSpec(embed_dim, dtype, offsets, weight_dtype=dtype),
         "quantize": QuantizeSpec(embed_dim, dtype, offsets, delta_columns=head_dim, out_dtype=dtype),
@@ -71,9 +109,11 @@ def report(backend: str, device: torch.device, dtype: torch.dtype, embed_dim: in
         "rmsnorm_backward": RMSNormBackwardSpec(embed_dim, dtype, dtype, dtype, offsets, adds_dv=True),
     }
     reasons = {name: why_reference(backend, device, spec) for name, spec in specs.items()}
-    others = (
-        why_reference(backend, device, specs["quantize"]) if backend == "reference" else "no kernel in this version"
-    )
+    others = "no kernel in this version"
+    if backend == "reference":
+        others = "requested"
+    elif is_blackwell(device):
+        others = why_not
     facts = device_facts(device)
     kernel = f"kernel ({facts.arch})" if facts else ""
     return {name: f"reference ({reason})" if (reason := reasons.get(name, others)) else kernel for name in OPERATORS}
