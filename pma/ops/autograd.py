@@ -135,13 +135,11 @@ def _seed_gradients(dq: Tensor, xq: tuple, wq: tuple, normed: tuple, backend: st
 def _in_order(ctx: Any, out: Tensor, devents: Tensor, of_seeds: tuple, of_keys: tuple) -> tuple[Tensor | None, ...]:
     """What `PMAFunction.backward` returns, in the dtypes of the parameters."""
     (dseeds, dquery_norm, dwq), (dkey_norm, dwk, dwv) = of_seeds, of_keys
-    dtype = ctx.projection_dtype
-    dwq, dwk, dwv = dwq.to(dtype), dwk.to(dtype), None if dwv is None else dwv.to(dtype)
-    dkey_norm = dkey_norm.to(ctx.saved_tensors[4].dtype)
-    devents, dseeds, dquery_norm, dwq, dkey_norm, dwk, dwv = _once(
-        out, devents, dseeds, dquery_norm, dwq, dkey_norm, dwk, dwv
-    )
-    return devents, None, dseeds, dquery_norm, dwq, dkey_norm, dwk, dwv, None
+    of_projections = (None if each is None else each.to(ctx.projection_dtype) for each in (dwq, dwk, dwv))
+    query_proj, key_proj, value_proj = of_projections
+    key_norm = dkey_norm.to(ctx.saved_tensors[4].dtype)
+    of_events, *others = _once(out, devents, dseeds, dquery_norm, query_proj, key_norm, key_proj, value_proj)
+    return of_events, None, *others, None
 
 
 class PlainAttentionFunction(torch.autograd.Function):

@@ -99,7 +99,7 @@ def why_reference(backend: str, device: torch.device, spec: Spec) -> str | None:
 def report(backend: str, device: torch.device, shape: PoolShape, numerics: AttentionNumerics) -> dict[str, str]:
     """Operator → implementation and why, for `PMA.backend_report()`."""
     if backend != "reference" and (why_not := why_not_sm100(device, shape, numerics)) is None:
-        return dict.fromkeys(OPERATORS, f"kernel ({device_facts(device).arch})")
+        return dict.fromkeys(OPERATORS, _kernel(device))
     embed_dim, dtype, offsets = shape.embed_dim, shape.events, shape.offsets
     head_dim = embed_dim // shape.num_heads
     specs: dict[str, Spec] = {
@@ -113,10 +113,11 @@ def report(backend: str, device: torch.device, shape: PoolShape, numerics: Atten
     if backend == "reference":
         others = "requested"
     elif is_blackwell(device):
-        others = why_not
-    facts = device_facts(device)
-    kernel = f"kernel ({facts.arch})" if facts else ""
-    return {name: f"reference ({reason})" if (reason := reasons.get(name, others)) else kernel for name in OPERATORS}
+        others = str(why_not)
+    return {
+        name: f"reference ({reason})" if (reason := reasons.get(name, others)) else _kernel(device)
+        for name in OPERATORS
+    }
 
 
 @functools.cache
@@ -127,6 +128,11 @@ def _why_no_kernels(device: torch.device) -> str | None:
         return f"no kernels for {_capability(device)}"
     missing = [name for name in ("cutlass", "quack") if importlib.util.find_spec(name) is None]
     return f"the packages of the extra `kernels` are missing: {', '.join(missing)}" if missing else None
+
+
+def _kernel(device: torch.device) -> str:
+    facts = device_facts(device)
+    return f"kernel ({facts.arch})" if facts else ""
 
 
 def _capability(device: torch.device | None = None) -> str:

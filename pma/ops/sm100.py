@@ -5,7 +5,8 @@ which is why the sequence is one operator. What the reference composes in `autog
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from pma.kernels.quantize.spec import QuantizeSpec
 from pma.kernels.rmsnorm_backward.spec import RMSNormBackwardSpec
 from pma.kernels.weight_grad.spec import WeightGradSpec
 from pma.layouts import BLOCK, MXFP8Tensor, tile_shape
+from pma.layouts.scale_tiles import Direction
 from pma.numerics import AttentionNumerics
 
 SEED_OFFSETS = torch.int64  # of `equal_offsets`
@@ -87,20 +89,29 @@ class Pooled(NamedTuple):
     wv_columns: Tensor | None = None
 
 
+class Tiled(NamedTuple):
+    """An MXFP8 matrix as products take it: payload and scale tiles."""
+
+    data: Tensor
+    row_tiles: Tensor
+    column_tiles: Tensor
+
+
 def specs_of(shape: PoolShape, numerics: AttentionNumerics) -> PoolSpecs:
     """What a module asks of each kernel."""
     embed_dim, offsets = shape.embed_dim, shape.offsets
     head_dim, dx_dtype = embed_dim // shape.num_heads, _dx_dtype(shape.events)
     attention = (head_dim, shape.num_heads, shape.num_seeds, True, numerics)
-    keys = {"headroom_exponent": numerics.headroom_exponent, "writes_scales": False}
-    norm = {"writes_tiles": True, "weight_dtype": shape.parameters}
+    norm = partial(QuantizeSpec, embed_dim, writes_tiles=True, weight_dtype=shape.parameters)
+    projection = partial(GemmQuantizeSpec, embed_dim, embed_dim, writes_scales=False)
+    headroom = numerics.headroom_exponent
     return PoolSpecs(
-        norm_seeds=QuantizeSpec(embed_dim, shape.parameters, SEED_OFFSETS, **norm),
-        norm_events=QuantizeSpec(embed_dim, shape.events, offsets, **norm),
+        norm_seeds=norm(shape.parameters, SEED_OFFSETS),
+        norm_events=norm(shape.events, offsets),
         weights=QuantizeSpec(embed_dim, shape.parameters, SEED_OFFSETS, writes_tiles=True),
-        q=GemmQuantizeSpec(embed_dim, embed_dim, SEED_OFFSETS, **keys),
-        k=GemmQuantizeSpec(embed_dim, embed_dim, offsets, k_smoothing=numerics.k_smoothing, **keys),
-        v=GemmQuantizeSpec(embed_dim, embed_dim, offsets, writes_scales=False),
+        q=projection(SEED_OFFSETS, headroom_exponent=headroom),
+        k=projection(offsets, headroom_exponent=headroom, k_smoothing=numerics.k_smoothing),
+        v=projection(offsets),
         attention_forward=AttentionForwardSpec(*attention, shape.out, offsets),
         dout=QuantizeSpec(
             embed_dim, shape.out, SEED_OFFSETS, writes_tiles=True, delta_columns=head_dim, out_dtype=shape.out
@@ -131,27 +142,32 @@ def pool(
 
     shape = (num_heads, seeds.shape[0], value_proj is not None, events.dtype, key_proj.dtype, offsets.dtype, out_dtype)
     s = specs_of(PoolShape(events.shape[1], *shape), AttentionNumerics.from_token(numerics))
-    operand, one_segment = projection.ProjectionOperand, _one_segment(seeds)
-    xq = quantize.launch(s.norm_seeds, seeds, one_segment, weight=query_norm, eps=norm_eps)
+    of_seeds = _one_segment(seeds)
+    xq = quantize.launch(s.norm_seeds, seeds, of_seeds, weight=query_norm, eps=norm_eps)
     x = quantize.launch(s.norm_events, events, offsets, weight=key_norm, eps=norm_eps)
     wq, wk = (quantize.launch(s.weights, w, _one_segment(w)) for w in (query_proj, key_proj))
-    q = projection.launch(s.q, operand(xq.data, xq.row_tiles), operand(wq.data, wq.row_tiles), one_segment)
-    k = projection.launch(s.k, operand(x.data, x.row_tiles), operand(wk.data, wk.row_tiles), offsets)
-    values, of_values = attention.AttentionOperand(x.data, x.column_tiles), ()
+    events_, weight_of_keys = _tiled(x.data, x), _tiled(wk.data, wk)
+
+    def project(spec: GemmQuantizeSpec, rows: Tiled, weight: Tiled, offsets: Tensor) -> Tiled:
+        row, column = projection.ProjectionOperand(*rows[:2]), projection.ProjectionOperand(*weight[:2])
+        result = projection.launch(spec, row, column, offsets)
+        return _tiled(result.out, result)
+
+    q = project(s.q, _tiled(xq.data, xq), _tiled(wq.data, wq), of_seeds)
+    k = project(s.k, events_, weight_of_keys, offsets)
+    v, of_values = events_, cast(tuple[Tensor, ...], ())
     if value_proj is not None:
         wv = quantize.launch(s.weights, value_proj, _one_segment(value_proj))
-        v = projection.launch(s.v, operand(x.data, x.row_tiles), operand(wv.data, wv.row_tiles), offsets)
-        values = attention.AttentionOperand(v.out, v.column_tiles)
-        of_values = (v.out, v.row_tiles, wv.data, wv.column_tiles)
+        weight_of_values = _tiled(wv.data, wv)
+        v = project(s.v, events_, weight_of_values, offsets)
+        of_values = (*v[:2], weight_of_values.data, weight_of_values.column_tiles)
+    operand = attention.AttentionOperand
     attended = attention.launch(
-        s.attention_forward, attention.AttentionOperand(q.out, q.row_tiles),
-        attention.AttentionOperand(k.out, k.row_tiles), values, offsets,
-    )  # fmt: skip
-    pooled = (
-        *attended, xq.rstd, x.rstd, xq.data, xq.scales, wq.data, wq.scales, q.out, q.row_tiles, q.column_tiles,
-        k.out, k.row_tiles, k.column_tiles, x.data, x.row_tiles, x.column_tiles, wk.data, wk.column_tiles, *of_values,
-    )  # fmt: skip
-    return list(cast(tuple[Tensor, ...], pooled))
+        s.attention_forward, operand(*q[:2]), operand(*k[:2]), operand(v.data, v.column_tiles), offsets
+    )
+    rstds = cast(tuple[Tensor, Tensor], (xq.rstd, x.rstd))
+    keys = (*k, *events_, weight_of_keys.data, weight_of_keys.column_tiles)
+    return [*attended, *rstds, xq.data, xq.scales, wq.data, wq.scales, *q, *keys, *of_values]
 
 
 @pool.register_fake
@@ -170,7 +186,7 @@ def _(
             if direction == "compact":
                 yield empty(num_row_blocks(rows, segments, BLOCK), columns // BLOCK)
             else:
-                yield empty(*tile_shape(rows, segments, columns, direction))
+                yield empty(*tile_shape(rows, segments, columns, cast(Direction, direction)))
 
     state = (num_segments, num_heads, num_seeds)
     pooled = [
@@ -207,29 +223,29 @@ def pool_backward(
     from pma.kernels.weight_grad import sm100 as weight_grad
 
     p, num_seeds = Pooled(*pooled), pooled[0].shape[1]
-    has_value_proj = p.v is not None
-    shape = (num_heads, num_seeds, has_value_proj, events.dtype, key_norm.dtype, offsets.dtype, p.out.dtype)
+    shape = (num_heads, num_seeds, p.v is not None, events.dtype, key_norm.dtype, offsets.dtype, p.out.dtype)
     s = specs_of(PoolShape(events.shape[1], *shape), AttentionNumerics.from_token(numerics))
     rows, row_offsets = dout.reshape(-1, dout.shape[2]), equal_offsets(dout.shape[0], num_seeds, dout.device)
     do = quantize.launch(s.dout, rows.to(p.out.dtype), row_offsets, out=p.out.reshape(rows.shape))
-    tiles = attention.BackwardOperand
-    values = tiles(p.v, p.v_rows, p.v_rows) if has_value_proj else tiles(p.x, p.x_rows, p.x_columns)
-    gradients = attention.launch(
-        s.attention_backward, tiles(p.q, p.q_rows, p.q_columns), tiles(p.k, p.k_rows, p.k_columns), values, offsets,
-        tiles(do.data, do.row_tiles, do.column_tiles), attention.SavedState(do.delta, p.lse, p.row_sum_log2),
-    )  # fmt: skip
-    x, operand = MXFP8Tensor(p.x, p.x_columns), projection.ProjectionOperand
+    x, operand = Tiled(p.x, p.x_rows, p.x_columns), attention.BackwardOperand
+    v = x if p.v is None else Tiled(p.v, cast(Tensor, p.v_rows), cast(Tensor, p.v_rows))  # column tiles aren't read
+    saved = attention.SavedState(cast(Tensor, do.delta), p.lse, p.row_sum_log2)
+    q, k = operand(p.q, p.q_rows, p.q_columns), operand(p.k, p.k_rows, p.k_columns)
+    gradients = attention.launch(s.attention_backward, q, k, operand(*v), offsets, operand(*_tiled(do.data, do)), saved)
 
-    def through(gradient, weight: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    def through(gradient: Tiled, weight: Tensor, weight_columns: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of a projection's input and weight."""
-        dx = projection.launch(s.gemm, operand(gradient.data, gradient.row_tiles), operand(weight, columns), offsets)
-        own = MXFP8Tensor(gradient.data, gradient.column_tiles)
-        return dx.out, weight_grad.launch(s.weight_grad, own, x, offsets)
+        rows = projection.ProjectionOperand(gradient.data, gradient.row_tiles)
+        dx = projection.launch(s.gemm, rows, projection.ProjectionOperand(weight, weight_columns), offsets).out
+        own, other = (MXFP8Tensor(each.data, each.column_tiles) for each in (gradient, x))
+        return dx, weight_grad.launch(s.weight_grad, own, other, offsets)
 
-    dx, dkey_proj = through(gradients.dk, p.wk, p.wk_columns)
-    added, of_values = (gradients.dv.data, gradients.dv.scales), []
-    if has_value_proj:
-        dx_of_values, dvalue_proj = through(gradients.dv, cast(Tensor, p.wv), cast(Tensor, p.wv_columns))
+    dk, dv = cast(tuple[Any, Any], gradients[1:])
+    dx, dkey_proj = through(_tiled(dk.data, dk), p.wk, p.wk_columns)
+    added: tuple[Tensor, Tensor] | None = (dv.data, dv.scales)
+    of_values = []
+    if p.v is not None:
+        dx_of_values, dvalue_proj = through(_tiled(dv.data, dv), cast(Tensor, p.wv), cast(Tensor, p.wv_columns))
         dx, added, of_values = dx + dx_of_values, None, [dvalue_proj]
     normed = norm.launch(s.rmsnorm_backward, dx, events, key_norm, p.rstd, offsets, added)
     return [gradients.dq, normed.dvalues, normed.dweight, dkey_proj, *of_values]
@@ -247,15 +263,21 @@ def _(dout, events, offsets, key_norm, pooled, num_heads, numerics):
 
 
 @register_flop_formula(torch.ops.pma.pool_sm100)
-def _forward_flops(events, offsets, seeds, query_norm, query_proj, key_norm, key_proj, value_proj, *_, **__) -> int:
+def _forward_flops(events: Any, offsets: Any, seeds: Any, *others: Any, **_: Any) -> int:
+    value_proj = others[4]
     num_projected = (1 if value_proj is None else 2) * events[0] + seeds[0]
     return 4 * seeds[0] * events[0] * events[1] + 2 * num_projected * events[1] ** 2
 
 
 @register_flop_formula(torch.ops.pma.pool_backward_sm100)
-def _backward_flops(dout, events, offsets, key_norm, pooled, *_, **__) -> int:
+def _backward_flops(dout: Any, events: Any, offsets: Any, key_norm: Any, pooled: Any, *_: Any, **__: Any) -> int:
     num_projections = 2 if len(pooled) == len(Pooled._fields) else 1
     return 10 * dout[1] * events[0] * events[1] + 4 * num_projections * events[0] * events[1] ** 2
+
+
+def _tiled(data: Tensor, result: Any) -> Tiled:
+    """Of what a kernel wrote that was asked for tiles."""
+    return Tiled(data, result.row_tiles, result.column_tiles)
 
 
 def _one_segment(rows: Tensor) -> Tensor:
