@@ -68,14 +68,14 @@ def _decode_vector_add(instruction: Instruction, operands: Operands) -> Handler:
 
     def handler(warp: Warp, lanes: int) -> None:
         warp.cta.cluster.activity += 1
-        for lane in lanes_in(lanes):
-            place = address(warp, lane)
-            if place % size:
-                raise MachineFault(f"red of {size} bytes at {place:#x}, which is no multiple of that")
-            added = warp.registers[registers, lane].astype(np.uint32).view(kind)
-            cells = global_view(place, size).view(kind)
-            with np.errstate(over="ignore", invalid="ignore"):
-                cells += added
+        values = np.ascontiguousarray(warp.registers[registers].astype(np.uint32).T).view(kind)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for lane in lanes_in(lanes):
+                place = address(warp, lane)
+                if place % size:
+                    raise MachineFault(f"red of {size} bytes at {place:#x}, which is no multiple of that")
+                cells = global_view(place, size).view(kind)
+                cells += values[lane]
 
     return handler
 

@@ -428,3 +428,18 @@ def test_fault_of_an_asynchronous_operation_names_its_instruction(delay: int | N
         options = Options(delay=delay)
         ptx_kernels.run(body, source, target, options=options, block=(256, 1, 1), shared_bytes=4096)
     assert f"PTX line {line_of(body, '[%rd1+512]')}" in "".join(getattr(raised.value, "__notes__", []))
+
+
+@pytest.mark.parametrize(("waits", "is_noticed"), [("", True), ("bra WAIT;", False)])
+def test_arrival_at_a_cta_that_has_exited(waits: str, is_noticed: bool) -> None:
+    """CTA 0's commit arrives at both CTAs of a cluster; CTA 1 must not leave before."""
+    body = f"""mov.u32 %r1, dynamic; mov.u32 %r2, %cluster_ctarank; mov.b16 %rs1, 3; mbarrier.init.shared.b64 [%r1], 1;
+        fence.mbarrier_init.release.cluster; barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+        setp.ne.u32 %p1, %r2, 0; @!%p1 bra COMMIT; {waits} ret;
+        COMMIT: elect.sync %r3|%p3, -1; @!%p3 bra WAIT;
+        tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r1], %rs1;
+        WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r1], 0; @!%p2 bra WAIT; ret;"""
+    said = [
+        text for seed in SEEDS for text in run(body, cluster=(2, 1, 1), grid=(2, 1, 1), shared_bytes=1024, seed=seed)
+    ]
+    assert any("an arrival reaches CTA (1, 0, 0), which has exited" in text for text in said) == is_noticed, said
