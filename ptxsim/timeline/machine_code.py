@@ -83,22 +83,18 @@ class MachineCode:
 
 @functools.cache
 def find_assembler() -> str:
-    """Path of ptxas: $PTXAS, the one in the triton package, or the one on the PATH.
+    """Path of ptxas: $PTXAS, that of the package nvidia-cuda-nvcc, or the one on the PATH.
 
     Raises:
         ToolMissing: there is none.
     """
-    candidates = [os.environ.get("PTXAS")]
-    files = [str(file.locate()) for file in _files("triton") if file.name in ("ptxas-blackwell", "ptxas")]
-    candidates += sorted(files, key=lambda path: not path.endswith("-blackwell"))
-    candidates.append(shutil.which("ptxas"))
-    for candidate in candidates:
+    files = [str(file.locate()) for file in _files("nvidia-cuda-nvcc") if file.name == "ptxas"]
+    for candidate in (os.environ.get("PTXAS"), *files, shutil.which("ptxas")):
         if candidate and os.access(candidate, os.X_OK):
             return candidate
-    raise ToolMissing("no ptxas: install the package triton, or set PTXAS to its path")
+    raise ToolMissing("no ptxas: install the package nvidia-cuda-nvcc, or set PTXAS to its path")
 
 
-@functools.cache
 def find_disassembler() -> str:
     """Path of nvdisasm: the package nvidia-cuda-nvdisasm, or the PATH."""
     for file in _files("nvidia-cuda-nvdisasm"):
