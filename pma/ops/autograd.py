@@ -36,8 +36,8 @@ class PMAFunction(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.config, ctx.projection_dtype = config, query_proj.dtype
         dtypes = (events.dtype, key_proj.dtype, offsets.dtype, config.out_dtype)
-        shape = sm100.PoolShape(events.shape[1], config.num_heads, seeds.shape[0], value_proj is not None, *dtypes)
-        ctx.is_sm100 = backends.uses_sm100(config.backend, events.device, shape, config.numerics)
+        shape = (events.shape[1], config.num_heads, seeds.shape[0], value_proj is not None, *dtypes)
+        ctx.is_sm100 = backends.uses_sm100(config.backend, events.device, config.numerics, *shape)
         if ctx.is_sm100:
             projections = (query_norm, query_proj, key_norm, key_proj, value_proj)
             pooled = sm100.pool(

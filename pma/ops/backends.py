@@ -11,6 +11,7 @@ An implementation changes no rounding point: kernels and reference round at the 
 
 import functools
 import importlib.util
+from typing import Any
 
 import torch
 
@@ -60,15 +61,16 @@ def is_blackwell(device: torch.device) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def uses_sm100(backend: str, device: torch.device, shape: PoolShape, numerics: str) -> bool:
-    """Whether the whole module runs on kernels for Blackwell. numerics: a record's token.
+def uses_sm100(backend: str, device: torch.device, numerics: str, *shape: Any) -> bool:
+    """Whether the whole module runs on kernels for Blackwell. numerics: a record's token; shape: fields of `PoolShape`,
+    one by one, since Dynamo takes no named tuple for a constant.
 
     Raises:
         UnsupportedError: backend="sm100" cannot serve this device or these sizes; the message says why.
     """
     if backend not in ("auto", "sm100"):
         return False
-    reason = why_not_sm100(device, shape, AttentionNumerics.from_token(numerics))
+    reason = why_not_sm100(device, PoolShape(*shape), AttentionNumerics.from_token(numerics))
     if reason and backend == "sm100":
         raise UnsupportedError(f"backend='sm100' cannot serve this call: {reason}; use backend='auto'")
     return reason is None

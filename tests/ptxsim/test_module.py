@@ -110,6 +110,18 @@ def test_the_same_bits_whatever_the_order_of_completion(on):
     assert all(torch.equal(value, results[1][key]) for key, value in results[0].items())
 
 
+def test_compiles_as_one_graph(on):
+    """The same bits as in eager mode. Inductor would ask the GPU, which isn't there, for its properties."""
+    (module,) = make_modules(("sm100",))
+    inputs = make_inputs(module)
+    with on():
+        eager = run(module, *inputs)
+        module.zero_grad()
+        module.compile(backend="aot_eager", fullgraph=True)
+        compiled = run(module, *inputs)
+    assert all(torch.equal(value, compiled[key]) for key, value in eager.items())
+
+
 @pytest.mark.parametrize("value_projection", [False, True])
 def test_opcheck(on, value_projection):
     (module,) = make_modules(("sm100",), value_projection=value_projection)
