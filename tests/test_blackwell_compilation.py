@@ -1,5 +1,6 @@
 """The projections compiled for Blackwell without a GPU: what the machine code holds, what it takes, what is refused."""
 
+import importlib
 import itertools
 import re
 from pathlib import Path
@@ -47,50 +48,26 @@ COMPILATIONS = [
 
 
 def compile_to(folder: Path, spec: ProjectionSpec, facts: DeviceFacts, config: ProjectionConfig) -> Disassembly:
-    from pma.kernels.projection.sm100 import build
-
-    build(facts.arch, spec, config, options=f"--keep-cubin --dump-dir {folder}")
+    sm100 = importlib.import_module("pma.kernels.projection.sm100")
+    sm100.build(facts.arch, spec, config, options=f"--keep-cubin --dump-dir {folder}")
     (cubin,) = folder.glob("*.cubin")
     return disassemble(cubin)
 
 
-@pytest.fixture
-def allocated(monkeypatch) -> list[int]:
-    """Bytes of shared memory that the kernel compiled in a test asks for, alignment included, as running totals."""
-    import cutlass.cute as cute
-
-    from pma.kernels.projection import sm100
-
-    totals = [0]
-
-    class Recorder(sm100.SmemAllocator):
-        def allocate_tensor(self, element_type, layout, byte_alignment, swizzle=None):
-            begin = -(-totals[-1] // byte_alignment) * byte_alignment
-            totals.append(begin + cute.cosize(layout) * element_type.width // 8)
-            return super().allocate_tensor(element_type, layout, byte_alignment, swizzle)
-
-        def allocate_array(self, element_type, num_elems):
-            totals.append(totals[-1] + element_type.width // 8 * num_elems)
-            return super().allocate_array(element_type, num_elems)
-
-    monkeypatch.setattr(sm100, "SmemAllocator", Recorder)
-    return totals
-
-
 @pytest.mark.parametrize("name, facts", COMPILATIONS)
 def test_machine_code(name, facts, tmp_path, allocated, record_property):
-    spec = CASES[name]
+    totals, spec = allocated(importlib.import_module("pma.kernels.projection.sm100")), CASES[name]
     assert spec.why_unsupported() is None
     config = choose_config(spec, facts)
     code = compile_to(tmp_path, spec, facts, config)
     record_property("registers", code.registers)
-    record_property("shared_bytes", allocated[-1])
-    print(f"{facts.arch} {name}: {code.registers} registers, {allocated[-1]} bytes shared, {config}")
+    record_property("shared_bytes", totals[-1])
+    print(f"{facts.arch} {name}: {code.registers} registers, {totals[-1]} bytes shared, {config}")
     assert code.starting_with("UTCQMMA"), "block-scaled products of 8-bit operands"
     assert code.starting_with("UTCCP"), "scales reach tensor memory by copies from shared memory"
     assert not code.starting_with("LDL", "STL"), f"spills with {code.registers} registers"
     assert code.registers is None or code.registers * config.threads <= facts.registers_per_sm
-    assert allocated[-1] <= config.shared_bytes(spec) <= SHARED_MEMORY
+    assert totals[-1] <= config.shared_bytes(spec) <= SHARED_MEMORY
     assert config.tensor_columns(spec) <= TENSOR_MEMORY_COLUMNS
     assert [mnemonic for mnemonic in code.starting_with("STG") if "256" in mnemonic], "rows are stored in 32 bytes"
     if isinstance(spec, GemmQuantizeSpec):

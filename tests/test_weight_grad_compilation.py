@@ -28,38 +28,18 @@ CASES = {
 }
 
 
-@pytest.fixture
-def allocated(monkeypatch) -> list[int]:
-    """Bytes of shared memory that a kernel compiled in a test asks for, alignment included, as running totals."""
-    cute = importlib.import_module("cutlass.cute")
-    sm100, totals = importlib.import_module("pma.kernels.weight_grad.sm100"), [0]
-
-    class Recorder(sm100.SmemAllocator):
-        def allocate_tensor(self, element_type, layout, byte_alignment, swizzle=None):
-            begin = -(-totals[-1] // byte_alignment) * byte_alignment
-            totals.append(begin + cute.cosize(layout) * element_type.width // 8)
-            return super().allocate_tensor(element_type, layout, byte_alignment, swizzle)
-
-        def allocate_array(self, element_type, num_elems):
-            totals.append(totals[-1] + element_type.width // 8 * num_elems)
-            return super().allocate_array(element_type, num_elems)
-
-    monkeypatch.setattr(sm100, "SmemAllocator", Recorder)
-    return totals
-
-
 @pytest.mark.parametrize("facts", FACTS, ids=lambda facts: facts.arch)
 @pytest.mark.parametrize("name", CASES)
 def test_machine_code(name, facts, tmp_path, allocated, record_property):
     sm100 = importlib.import_module("pma.kernels.weight_grad.sm100")
-    spec = CASES[name]
+    totals, spec = allocated(sm100), CASES[name]
     config = choose_config(spec, facts)
     sm100.build(facts.arch, spec, config, options=f"--keep-cubin --dump-dir {tmp_path}")
     (cubin,) = tmp_path.glob("*.cubin")
     code = disassemble(cubin)
     record_property("registers", code.registers)
-    record_property("shared_bytes", allocated[-1])
-    print(f"{facts.arch} {name}: {code.registers} registers, {allocated[-1]} bytes shared, {config}")
+    record_property("shared_bytes", totals[-1])
+    print(f"{facts.arch} {name}: {code.registers} registers, {totals[-1]} bytes shared, {config}")
     spills = code.starting_with("LDL", "STL")
     assert not spills, f"{len(spills)} accesses to local memory"
     assert len(code.starting_with("UTCQMMA")) == 4 * len(config.pieces), "a product for each block and piece"
@@ -68,7 +48,7 @@ def test_machine_code(name, facts, tmp_path, allocated, record_property):
     assert code.starting_with("UTCCP"), "scales are copied to tensor memory"
     assert code.starting_with("LDTM.x32"), "32 columns of an accumulator are read at once"
     assert code.starting_with("STG.E.128"), "partial sums are written in 16 bytes"
-    assert config.stages * config.stage_bytes < allocated[-1] <= config.shared_bytes() <= 227 * KIB
+    assert config.stages * config.stage_bytes < totals[-1] <= config.shared_bytes() <= 227 * KIB
     assert config.tensor_columns() <= TENSOR_COLUMNS
 
 

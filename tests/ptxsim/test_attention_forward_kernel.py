@@ -1,6 +1,8 @@
 """Attention forward in the simulator: right beside float64, jagged without a trace of neighbours and pads, silent."""
 
 import importlib
+import itertools
+import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,9 +11,9 @@ import torch
 from torch import Tensor
 
 import ptxsim
-from pma.jagged import equal_offsets
+from pma.jagged import equal_offsets, segment_of_rows
 from pma.kernels.attention_forward.spec import AttentionForwardSpec
-from pma.kernels.device_facts import SM100
+from pma.kernels.device_facts import SM100, SM103, DeviceFacts
 from pma.layouts import MXFP8Tensor, dequantize, quantize, scatter_scales
 from pma.layouts.mxfp8 import SCALE_ONE
 from pma.numerics import AttentionNumerics
@@ -24,18 +26,20 @@ from ptxsim.mutate import MBARRIER_WAIT, Mutant, row, study
 pytestmark = [pytest.mark.ptxsim]
 LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 300)
 SHORT = (129, 0, 300, 33)
+STEPS_OF_ONE_TILE = (1, 127, 33, 64, 0, 96, 31, 1, 2, 100)
+HEAD, TAIL = 3, 70  # rows before the first segment and behind the last, all NaN
 NAN_PAYLOAD, POISON = 0x7F, 0xFF
 DEFAULT = AttentionNumerics()
 
 
 @pytest.fixture
 def on(simulated, gpu_stand_in) -> Callable:
-    """`with on(num_sms, seed):` the launcher runs in the simulator."""
+    """`with on(num_sms, seed, facts):` the launcher runs in the simulator."""
     sm100 = importlib.import_module("pma.kernels.attention_forward.sm100")
 
-    def start(num_sms: int, seed: int = 0):
-        gpu_stand_in(SM100, num_sms, sm100)
-        return simulated(arch="sm_100a", num_sms=num_sms, seed=seed, check_bounds=True)
+    def start(num_sms: int, seed: int = 0, facts: DeviceFacts = SM100):
+        gpu_stand_in(facts, num_sms, sm100)
+        return simulated(arch=facts.arch, num_sms=num_sms, seed=seed, check_bounds=True)
 
     return start
 
@@ -60,25 +64,28 @@ class Problem(NamedTuple):
 
 def make_problem(
     lengths: tuple[int, ...], head_dim: int, num_heads: int, num_seeds: int, *, is_shared: bool = True,
-    numerics: AttentionNumerics = DEFAULT, spread: float = 1.0, out_dtype: torch.dtype = torch.float32,
+    numerics: AttentionNumerics = DEFAULT, spread: float = 1.0,
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.int64),
 ) -> Problem:  # fmt: skip
+    """Rows of normal numbers, each with a scale of its own. dtypes: of out and of the offsets."""
     generator = torch.Generator().manual_seed(sum(lengths) + num_seeds)
-    spec = AttentionForwardSpec(head_dim, num_heads, num_seeds, is_shared, numerics, out_dtype, torch.int64)
+    spec = AttentionForwardSpec(head_dim, num_heads, num_seeds, is_shared, numerics, *dtypes)
     assert spec.why_unsupported() is None
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    offsets = torch.tensor([HEAD, *lengths]).cumsum(0).to(dtypes[1])
 
     def normal(rows: int) -> Tensor:
         scales = torch.exp(torch.randn(rows, 1, generator=generator) / 2)
         return torch.randn(rows, spec.columns, generator=generator) * scales
 
-    events = int(offsets[-1])
+    def events() -> MXFP8Tensor:
+        rows = int(offsets[-1]) + TAIL
+        data, scales = quantize(normal(rows), offsets)
+        data[segment_of_rows(offsets, rows) < 0] = NAN_PAYLOAD
+        return MXFP8Tensor(data, scales)
+
     rows = num_seeds * (1 if is_shared else len(lengths))
     problem = Problem(spec, *[MXFP8Tensor(offsets, offsets)] * 3, offsets)
-    return problem._replace(
-        q=quantize(normal(rows) * spread, problem.seed_offsets),
-        k=quantize(normal(events), offsets),
-        v=quantize(normal(events), offsets),
-    )
+    return problem._replace(q=quantize(normal(rows) * spread, problem.seed_offsets), k=events(), v=events())
 
 
 def tiles(matrix: MXFP8Tensor, offsets: Tensor, direction: str) -> Tensor:
@@ -138,7 +145,7 @@ def check(p: Problem, actual) -> None:
 
 
 CASES = {
-    "two seed tiles": make_problem(LENGTHS, 128, 1, 256),
+    "every length": make_problem(LENGTHS, 128, 1, 200),
     "three heads, part of a seed tile": make_problem(SHORT, 128, 3, 200),
     "one seed": make_problem(LENGTHS, 128, 1, 1),
     "three seed tiles": make_problem((300, 40), 128, 1, 384),
@@ -155,15 +162,21 @@ CASES = {
     "scales by block, quantised sum": make_problem(
         SHORT, 128, 1, 200, numerics=AttentionNumerics(p_cast="block", denominator="quantized", kv_order="forward")
     ),
-    "bf16": make_problem(SHORT, 128, 1, 200, out_dtype=torch.bfloat16),
-    "fp16": make_problem((40,), 128, 1, 200, out_dtype=torch.float16),
+    "bf16": make_problem(SHORT, 128, 1, 200, dtypes=(torch.bfloat16, torch.int64)),
+    "fp16, int32 offsets": make_problem((40,), 128, 1, 200, dtypes=(torch.float16, torch.int32)),
+    "whole tiles only": make_problem((128, 256, 128, 384), 128, 1, 200),
+    "steps of one tile": make_problem(STEPS_OF_ONE_TILE, 128, 1, 200),
+    "steps of one tile, seeds of each segment": make_problem(STEPS_OF_ONE_TILE, 64, 2, 128, is_shared=False),
 }
+ELSEWHERE = ("one seed", "32 seeds, one head of 64", "forward order", "quantised sum", "bf16")  # only with -m full
+PLACES = [(name, SM100) for name in CASES if name not in ELSEWHERE]
+PLACES += [(name, SM103) for name in ("every length", "scales of P by block")]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_right_and_silent(on, name):
+@pytest.mark.parametrize(("name", "facts"), PLACES, ids=[f"{facts.arch}-{name}" for name, facts in PLACES])
+def test_right_and_silent(on, name, facts):
     p = CASES[name]
-    with on(p.spec.groups):
+    with on(p.spec.groups, facts=facts):
         actual = attend(p)
     check(p, actual)
 
@@ -173,7 +186,43 @@ def test_right_and_silent(on, name):
 @pytest.mark.parametrize("name", CASES)
 def test_right_and_silent_whatever_the_order(on, name, seed):
     p = CASES[name]
-    with on(p.spec.groups * (1 + seed % 2), seed):
+    with on(p.spec.groups * (1 + seed % 2), seed, SM103 if seed % 5 == 0 else SM100):
+        actual = attend(p)
+    check(p, actual)
+
+
+CHOICES = {
+    "length": LENGTHS,
+    "num_seeds": (1, 32, 128, 200, 512),
+    "num_heads": (1, 3),
+    "head_dim": (64, 128),
+    "p_cast": ("static", "block"),
+    "kv_order": ("reverse", "forward"),
+    "is_shared": (True, False),
+}
+
+
+def combinations() -> list[tuple[Any, ...]]:
+    """Every length with every number of seeds, the other choices drawn; 11 is a draw in which all pairs occur."""
+    draw = random.Random(11)
+    first_two = itertools.product(CHOICES["length"], CHOICES["num_seeds"])
+    others = [CHOICES[name] for name in list(CHOICES)[2:]]
+    return [(*pair, *(draw.choice(values) for values in others)) for pair in first_two]
+
+
+def test_combinations_hold_every_pair():
+    for (i, first), (j, second) in itertools.combinations(enumerate(CHOICES.values()), 2):
+        assert {(each[i], each[j]) for each in combinations()} == set(itertools.product(first, second))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("combination", combinations(), ids=lambda values: "-".join(map(str, values)))
+def test_every_pair_of_choices(on, combination):
+    length, num_seeds, num_heads, head_dim, p_cast, kv_order, is_shared = combination
+    numerics = AttentionNumerics(p_cast=p_cast, kv_order=kv_order)
+    lengths = (length, 70, length)
+    p = make_problem(lengths, head_dim, num_heads, num_seeds, is_shared=is_shared, numerics=numerics)
+    with on(p.spec.groups, seed=length):
         actual = attend(p)
     check(p, actual)
 
@@ -181,7 +230,7 @@ def test_right_and_silent_whatever_the_order(on, name, seed):
 def test_the_order_of_completion_changes_no_bit(on):
     p = CASES["three heads, part of a seed tile"]
     results = []
-    for seed, ctas in ((0, 1), (1, 1), (2, 2)):
+    for seed, ctas in ((0, 1), (1, 2), (2, 9)):
         with on(p.spec.groups * ctas, seed):
             results.append(attend(p))
     for other in results[1:]:
@@ -202,8 +251,16 @@ def part(p: Problem, segment: int) -> Problem:
     return p._replace(k=cut(p.k), v=cut(p.v), offsets=torch.tensor([0, end - begin]))
 
 
+def spoil(matrix: MXFP8Tensor, *elements: tuple[int, int]) -> MXFP8Tensor:
+    """With NaN payloads at (row, column)."""
+    data = matrix.data.clone()
+    for element in elements:
+        data[element] = NAN_PAYLOAD
+    return matrix._replace(data=data)
+
+
 def test_neighbours_change_no_bit(on):
-    p = CASES["two seed tiles"]
+    p = CASES["every length"]
     with on(1):
         together = attend(p)
     for segment in (3, 4, 7):
@@ -213,25 +270,44 @@ def test_neighbours_change_no_bit(on):
             assert torch.equal(whole[segment], single[0])
 
 
-def test_nan_outside_the_segments_and_in_a_neighbour_changes_nothing(on):
-    p = CASES["three heads, part of a seed tile"]
-    with on(3):
-        clean = attend(p)
-    tail = torch.full((70, p.spec.columns), NAN_PAYLOAD, dtype=torch.uint8)
-    k, v = (MXFP8Tensor(torch.cat([m.data, tail]), torch.cat([m.scales, m.scales[:3]])) for m in (p.k, p.v))
-    k.data[129:140], v.data[129:140] = NAN_PAYLOAD, NAN_PAYLOAD  # the first events of the segment of 300
-    with on(3):
-        spoiled = attend(p._replace(k=k, v=v))
-    for segment in (0, 1, 3):
-        assert torch.equal(spoiled.out[segment], clean.out[segment])
-        assert torch.equal(spoiled.lse[segment], clean.lse[segment])
-    assert spoiled.out[2].isnan().all()
+NAN_LENGTHS = (32,) * 16 + (40, 300, 300, 60, 300)
+NAN_CASES = [
+    (SM100, DEFAULT),
+    (SM100, CASES["scales by block, quantised sum"].spec.numerics),
+    (SM100, CASES["lazy rescaling, sharp scores"].spec.numerics),
+    (SM103, DEFAULT),
+]
+
+
+def spoiled(p: Problem) -> Problem:
+    """NaN in a row of Q; in K, in another pair of events in each segment of 32; in rows of V, in one column."""
+    begins = p.offsets.tolist()
+    keys = [(begins[segment] + 2 * segment + segment % 2, segment) for segment in range(16)]
+    keys += [(begins[17] + 290, 5), (begins[18] + 7, 5)]  # in the tile that a segment begins or ends with
+    values = [(begins[19] + 3, 7), (begins[20] + 200, 127)]
+    return p._replace(q=spoil(p.q, (5, 2)), k=spoil(p.k, *keys), v=spoil(p.v, *values))
+
+
+@pytest.mark.parametrize(("facts", "numerics"), NAN_CASES, ids=["static", "block", "lazy", "sm_103a"])
+def test_nan_of_an_element_goes_where_the_reference_has_it(on, facts, numerics):
+    """Whichever unit computes the event's exponential, and nowhere else."""
+    p = make_problem(NAN_LENGTHS, 128, 1, 200, numerics=numerics)
+    results = []
+    for each in (p, spoiled(p)):
+        with on(1, facts=facts):
+            results.append(attend(each))
+    clean, actual = results
+    out, lse, _ = expected(spoiled(p))
+    assert torch.equal(actual.out.isnan(), out.isnan()) and torch.equal(actual.lse.isnan(), lse.isnan())
+    assert torch.equal(actual.out[~out.isnan()], clean.out[~out.isnan()])
+    for before, after in zip(clean[1:], actual[1:], strict=True):
+        assert torch.equal(after[~lse.isnan()], before[~lse.isnan()])
 
 
 @pytest.mark.parametrize(("denominator", "error"), [("quantized", ULPS_FP32), ("fp32", 0.01)])
 def test_equal_values_come_back(on, denominator, error):
     """V = 1: exactly with the sum of the cast P, but for the reciprocal; within 1 % with that of P."""
-    p = make_problem(SHORT, 128, 1, 64, numerics=AttentionNumerics(denominator=denominator))
+    p = make_problem(SHORT, 128, 1, 200, numerics=AttentionNumerics(denominator=denominator))
     p = p._replace(v=quantize(torch.ones(p.v.data.shape), p.offsets))
     with on(1):
         out = attend(p).out[[0, 2, 3]]
@@ -239,19 +315,19 @@ def test_equal_values_come_back(on, denominator, error):
 
 
 def test_one_event_returns_its_value(on):
-    p = make_problem((1, 1, 1), 128, 1, 32, out_dtype=torch.bfloat16)
+    p = make_problem((1, 1, 1), 128, 1, 200, dtypes=(torch.bfloat16, torch.int64))
     with on(1):
         out = attend(p).out
-    values = dequantize(*p.v, p.offsets).bfloat16()
+    values = dequantize(*p.v, p.offsets)[HEAD:-TAIL].bfloat16()
     assert torch.equal(out, values[:, None].expand_as(out))
 
 
 def test_no_events_at_all(on):
     for lengths in ((0, 0, 0), ()):
-        p = make_problem(lengths, 128, 1, 64)
+        p = make_problem(lengths, 128, 1, 200)
         with on(1):
             result = attend(p)
-        assert result.out.shape == (len(lengths), 64, 128)
+        assert result.out.shape == (len(lengths), 200, 128)
         assert (result.out == 0).all() and (result.lse == -torch.inf).all()
 
 

@@ -5,9 +5,8 @@ near a rounding boundary as such sums err: the byte must be what some value with
 a thousand may differ from the reference at all.
 """
 
-import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -40,26 +39,15 @@ NAN_PAYLOAD, POISON = 0x7F, 0xFF
 
 
 @pytest.fixture
-def on(simulated, monkeypatch) -> Iterator[Callable]:
-    """`with on(num_sms, seed):` the launchers run in the simulator, their results in memory full of 0xFF."""
-    sm100, weight_grad = (
-        importlib.import_module(f"pma.kernels.{name}.sm100") for name in ("projection", "weight_grad")
-    )
-    monkeypatch.setattr(sm100, "device_facts", lambda device: SM100)
-    monkeypatch.setattr(weight_grad, "device_facts", lambda device: SM100)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    original = torch.empty
-
-    def poisoned(*size, **options) -> Tensor:
-        tensor = original(*size, **options)
-        return tensor.view(torch.uint8).fill_(POISON).view(tensor.dtype) if tensor.numel() else tensor
+def on(simulated, gpu_stand_in) -> Callable:
+    """`with on(num_sms, seed):` the launchers run in the simulator."""
+    modules = [importlib.import_module(f"pma.kernels.{name}.sm100") for name in ("projection", "weight_grad")]
 
     def start(num_sms: int, seed: int = 0):
-        monkeypatch.setattr(sm100, "num_multiprocessors", lambda device: num_sms)
-        monkeypatch.setattr(torch, "empty", poisoned)
+        gpu_stand_in(SM100, num_sms, *modules)
         return simulated(arch="sm_100a", num_sms=num_sms, seed=seed, check_bounds=True)
 
-    yield start
+    return start
 
 
 # ----------------------------------------------------------------------------------------------- problems

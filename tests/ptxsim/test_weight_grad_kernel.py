@@ -4,8 +4,9 @@ Most operands here are small integers times small powers of two, so that every f
 results are compared bit for bit. Rows outside the offsets hold NaN payloads, pads of scale tiles the byte of NaN.
 """
 
-import contextlib
+import importlib
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,21 +28,15 @@ NAN_PAYLOADS = torch.tensor([0x7F, 0xFF], dtype=torch.uint8)
 
 
 @pytest.fixture
-def on(simulated, monkeypatch):
-    """`with on(num_sms, seed):` the launcher runs in the simulator, on memory that is all NaN at first."""
-    from pma.kernels.weight_grad import sm100
+def on(simulated, gpu_stand_in) -> Callable:
+    """`with on(num_sms, seed):` the launcher runs in the simulator."""
+    sm100 = importlib.import_module("pma.kernels.weight_grad.sm100")
 
-    monkeypatch.setattr(sm100, "device_facts", lambda device: SM100)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    original = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: poisoned(original(*size, **options)))
-    return lambda num_sms=1, seed=1: simulated(arch="sm_100a", num_sms=num_sms, seed=seed, check_bounds=True)
+    def start(num_sms: int = 1, seed: int = 1):
+        gpu_stand_in(SM100, num_sms, sm100)
+        return simulated(arch="sm_100a", num_sms=num_sms, seed=seed, check_bounds=True)
 
-
-def poisoned(tensor: Tensor) -> Tensor:
-    if tensor.numel():
-        tensor.view(torch.uint8).fill_(255)
-    return tensor
+    return start
 
 
 def offsets_of(lengths, *, head: int = 3) -> Tensor:

@@ -17,8 +17,7 @@ class AttentionForwardOperands(NamedTuple):
     k_tiles: cute.Tensor  # [R, ⌈E/128⌉, 512] bytes: row tiles
     v: cute.Tensor  # [T, E] bytes
     v_tiles: cute.Tensor  # [⌈E/128⌉, R, 512] bytes: column tiles
-    offsets: cute.Tensor  # [B + 1]
-    order: cute.Tensor  # [B] int32: segments, the longest first
+    work: cute.Tensor  # [B, 4] int32: `Work` of each segment, the longest first
     out: cute.Tensor  # [B·S, E]
     lse: cute.Tensor  # [B, H, S] float32
     row_sum_log2: cute.Tensor  # [B, H, S] int32
@@ -63,7 +62,7 @@ class Shared(NamedTuple):
 class Work(NamedTuple):
     """A segment's part in a CTA's work."""
 
-    segment: Int32  # −1: no more work
+    segment: Int32  # −1: no more work; the steps are 0 then
     first_row: Int32
     num_rows: Int32
     steps: Int32  # KV tiles

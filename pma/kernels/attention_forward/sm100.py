@@ -73,7 +73,7 @@ from pma.kernels.blocks.block_product import BLOCKS, Operand, TensorOperand, mul
 from pma.kernels.blocks.block_scales import block_scale, inverse_scale, scale_byte
 from pma.kernels.blocks.exponential import exp2_of_row
 from pma.kernels.blocks.masks import mask_behind
-from pma.kernels.blocks.memory import element_pointer, store_words
+from pma.kernels.blocks.memory import element_pointer, row_tensor, store_words
 from pma.kernels.blocks.ring import Ring, arrive, init_ring, next_stage
 from pma.kernels.blocks.scale_tiles import load_scale_tile
 from pma.kernels.blocks.tensor_memory import (
@@ -172,7 +172,7 @@ class AttentionForward:
             for stage in cutlass.range_constexpr(STAGES):
                 if thread < TILE_BYTES:
                     shared.p_scales[thread, stage] = Uint8(SCALE_ONE - self.p_scale_log2)
-        cute.arch.fence_view_async_shared()
+            cute.arch.fence_view_async_shared()
         cute.arch.mbarrier_init_fence()
         if warp == 0:
             cute.arch.alloc_tmem(TENSOR_COLUMNS, shared.tensor_memory)
@@ -259,16 +259,20 @@ class AttentionForward:
 
     @cute.jit
     def work(self, o: AttentionForwardOperands, turn: Int32) -> Work:
-        """This CTA's segment in a turn. The order of workers alternates, so that each gets long ones and short ones."""
+        """This CTA's segment in a turn: one load, so that who reads a segment ahead does not wait for it.
+
+        The order of workers alternates, so that each gets long segments and short ones.
+        """
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         worker, workers = block // self.spec.groups, blocks // self.spec.groups
         place = turn * workers + (workers - 1 - worker if turn % 2 == 1 else worker)
-        segment, first_row, end = Int32(-1), Int32(0), Int32(0)
-        if place < cute.size(o.order):
-            segment = Int32(o.order[place])
-            first_row, end = Int32(o.offsets[segment]), Int32(o.offsets[segment + 1])
-        return Work(segment, first_row, end - first_row, (end - first_row + TILE - 1) // TILE)
+        segment, first_row, num_rows, steps = Int32(-1), Int32(0), Int32(0), Int32(0)
+        if place < o.work.shape[0]:
+            words = cute.make_rmem_tensor(4, Int32)
+            cute.autovec_copy(row_tensor(o.work, Int64(place) * 4, cute.make_layout(4)), words)
+            segment, first_row, num_rows, steps = words[0], words[1], words[2], words[3]
+        return Work(segment, first_row, num_rows, steps)
 
     @cute.jit
     def kv_tile(self, work: Work, step: Int32):
@@ -294,11 +298,12 @@ class AttentionForward:
         v_tiles = self.as_operand(shared.kv_bytes, v_layout)
         head_tile = share.head * self.spec.head_dim // TILE
         buffer, parity, seeds, seeds_parity = Int32(0), Int32(1), Int32(0), Int32(1)
-        work, turn = self.next_work(o, Int32(0))
+        turn = Int32(0)
+        work = self.work(o, turn)
         if const_expr(self.spec.is_shared):
-            if work.segment >= 0:
+            if work.steps > 0:
                 self.load_seeds(o, loads, shared, share, (Int32(0), Int32(0), Int32(0)))
-        while work.segment >= 0:
+        while work.steps > 0:
             if const_expr(not self.spec.is_shared):
                 cute.arch.mbarrier_wait(shared.seeds.empty + seeds, seeds_parity)
                 first = work.segment * self.spec.num_seeds
@@ -323,7 +328,8 @@ class AttentionForward:
                 with cute.arch.elect_one():
                     load_scale_tile(o.v_tiles, head_tile, slot + tile, (shared.kv_scales[None, buffer].iterator, full))
                 buffer, parity = next_stage(buffer, parity, self.config.kv_buffers)
-            work, turn = self.next_work(o, turn)
+            turn += 1
+            work = self.work(o, turn)
 
     @cute.jit
     def fill(self, shared: Shared, buffer: Int32, parity: Int32) -> cute.Pointer:
@@ -384,8 +390,8 @@ class AttentionForward:
     ):
         buffer, parity, seeds, seeds_parity = Int32(0), Int32(0), Int32(0), Int32(0)
         step_parity, turn = Int32(0), Int32(0)
-        work, turn = self.next_work(o, turn)
-        if work.segment >= 0:
+        work = self.work(o, turn)
+        if work.steps > 0:
             cute.arch.mbarrier_wait(shared.seeds.full, 0)
             cute.arch.mbarrier_wait(shared.kv.full, 0)
             for stage in cutlass.range_constexpr(stages):
@@ -393,12 +399,13 @@ class AttentionForward:
                 self.multiply_scores(shared, share, columns, (stage, Int32(0), Int32(0)), scales)
             release(shared.kv.empty)
             buffer, parity = next_stage(buffer, parity, self.config.kv_buffers)
-        while work.segment >= 0:
-            following, turn = self.next_work(o, turn)
+        while work.steps > 0:  # empty segments are the last
+            turn += 1
+            following = self.work(o, turn)
             for step in cutlass.range(work.steps):
                 _, num_rows = self.kv_tile(work, step)
                 is_last = step + 1 == work.steps
-                has_next = not is_last or following.segment >= 0
+                has_next = not is_last or following.steps > 0
                 if const_expr(not self.spec.is_shared):
                     if is_last:  # the scores of this segment have been issued
                         release(shared.seeds.empty + seeds)
@@ -428,16 +435,6 @@ class AttentionForward:
                     buffer, parity = next_stage(buffer, parity, self.config.kv_buffers)
                 step_parity ^= 1
             work = following
-
-    @cute.jit
-    def next_work(self, o: AttentionForwardOperands, turn: Int32):
-        """(the next segment that has events, the turn after it)."""
-        work = self.work(o, turn)
-        turn += 1
-        while work.segment >= 0 and work.steps == 0:
-            work = self.work(o, turn)
-            turn += 1
-        return work, turn
 
     @cute.jit
     def multiply_scores(self, shared: Shared, share: Share, columns: Int32, turn, scales: cutlass.Constexpr[int]):
@@ -492,23 +489,23 @@ class AttentionForward:
         parity, end_parity, turn = Int32(0), Int32(1), Int32(0)
         work = self.work(o, turn)
         if stage >= self.share().stages:
-            work = work._replace(segment=Int32(-1))
+            work = work._replace(steps=Int32(0))
         is_reversed = const_expr(self.numerics.kv_order == "reverse")
-        while work.segment >= 0:
+        while work.steps > 0:
             turn += 1
-            following = self.work(o, turn)  # read ahead, two loads that depend on each other
+            following = self.work(o, turn)
             row = Row(-Float32.inf, Float32(0.0), Float32(0.0))
-            if work.steps > 0:  # only the segment's last tile is masked
-                if const_expr(is_reversed):
-                    row = self.softmax_step(shared, place, (Int32(0), parity), self.rows_of_tail(work), row)
-                for step in cutlass.range(1 if is_reversed else 0, work.steps if is_reversed else work.steps - 1):
-                    row = self.softmax_step(shared, place, (step, parity ^ step & 1), None, row)
-                if const_expr(not is_reversed):
-                    last = work.steps - 1
-                    row = self.softmax_step(shared, place, (last, parity ^ last & 1), self.rows_of_tail(work), row)
-                parity ^= work.steps & 1
-                self.end_segment(shared, stage, end_parity, row)
-                end_parity ^= 1
+            # only the segment's last tile is masked
+            if const_expr(is_reversed):
+                row = self.softmax_step(shared, place, (Int32(0), parity), self.rows_of_tail(work), row)
+            for step in cutlass.range(1 if is_reversed else 0, work.steps if is_reversed else work.steps - 1):
+                row = self.softmax_step(shared, place, (step, parity ^ step & 1), None, row)
+            if const_expr(not is_reversed):
+                last = work.steps - 1
+                row = self.softmax_step(shared, place, (last, parity ^ last & 1), self.rows_of_tail(work), row)
+            parity ^= work.steps & 1
+            self.end_segment(shared, stage, end_parity, row)
+            end_parity ^= 1
             work = following
 
     @cute.jit
@@ -558,10 +555,15 @@ class AttentionForward:
 
     @cute.jit
     def new_maximum(self, maximum: Float32, maxima: cute.Tensor) -> Float32:
-        """What P is relative to from now on: it moves only when exceeded by more than the threshold."""
-        tile = cute.arch.fmax(cute.arch.fmax(maxima[0], maxima[1]), cute.arch.fmax(maxima[2], maxima[3]))
+        """What P is relative to from now on: it moves only when exceeded by more than the threshold.
+
+        A NaN among the scores makes it NaN, and so the whole row: where P is a polynomial, NaN does not survive.
+        """
+        tile = maxima[0]
+        for block in cutlass.range_constexpr(1, BLOCKS):
+            tile = cute.arch.fmax(tile, maxima[block], nan=True)
         if const_expr(self.numerics.rescale_threshold_log2 == 0):
-            return cute.arch.fmax(maximum, tile)
+            return cute.arch.fmax(maximum, tile, nan=True)
         threshold = self.numerics.rescale_threshold_log2 / self.scale_log2
         return maximum if tile <= maximum + threshold else tile
 
@@ -617,6 +619,8 @@ class AttentionForward:
         parity, end_parity, turn = Int32(0), Int32(0), Int32(0)
         work = self.work(o, turn)
         while work.segment >= 0:
+            turn += 1
+            following = self.work(o, turn)
             if work.steps > 0:
                 for stage in cutlass.range(share.stages):
                     pass_on(shared.weights[0] + stage)  # the first step overwrites O
@@ -643,8 +647,7 @@ class AttentionForward:
                 self.store_state(o, work, share, stage, (total, maximum))
             if work.steps > 0:
                 end_parity ^= 1
-            turn += 1
-            work = self.work(o, turn)
+            work = following
 
     @cute.jit
     def rescale(self, place: cute.Pointer, factor: Float32):
@@ -707,12 +710,12 @@ def finite(maximum: Float32) -> Float32:
 
 @cute.jit
 def block_maxima(row: cute.Tensor) -> cute.Tensor:
-    """Maximum of each 32 values."""
+    """Maximum of each 32 values, NaN if there is one among them."""
     maxima = cute.make_rmem_tensor(cute.size(row) // BLOCK, Float32)
     for block in cutlass.range_constexpr(cute.size(maxima)):
         maxima[block] = row[block * BLOCK]
         for column in cutlass.range_constexpr(1, BLOCK):
-            maxima[block] = cute.arch.fmax(maxima[block], row[block * BLOCK + column])
+            maxima[block] = cute.arch.fmax(maxima[block], row[block * BLOCK + column], nan=True)
     return maxima
 
 
@@ -743,8 +746,7 @@ def build(arch: str, spec: AttentionForwardSpec, config: AttentionForwardConfig,
         k_tiles=fake_tensor(u8, None, tiles, TILE_BYTES),
         v=fake_tensor(u8, None, None),  # a stride known to the compiler would overflow in a ragged tensor's
         v_tiles=fake_tensor(u8, tiles, None, TILE_BYTES),
-        offsets=fake_tensor(spec.offsets_dtype, None, alignment=spec.offsets_dtype.itemsize),
-        order=fake_tensor(torch.int32, None, alignment=4),
+        work=fake_tensor(torch.int32, None, 4),
         out=fake_tensor(spec.out_dtype, None, columns),
         lse=fake_tensor(torch.float32, *state, alignment=4),
         row_sum_log2=fake_tensor(torch.int32, *state, alignment=4),
@@ -779,7 +781,6 @@ def launch(
         q: [S, E] or [B·S, E], with row tiles.    k: [T, E], with row tiles.    v: [T, E], with column tiles.
         offsets: [B + 1] of spec.offsets_dtype.
     """
-    offsets = offsets.contiguous()
     num_segments, device = offsets.shape[0] - 1, k.data.device
     state = (num_segments, spec.num_heads, spec.num_seeds)
     result = Attended(
@@ -791,10 +792,12 @@ def launch(
         return result
     facts = device_facts(device)
     workers = max(1, min(num_segments, num_multiprocessors(device) // spec.groups))
-    order = torch.argsort(offsets.diff(), descending=True, stable=True).int()
+    lengths = offsets.diff()
+    order = torch.argsort(lengths, descending=True, stable=True)
+    work = torch.stack([order, offsets[order], lengths[order], (lengths[order] + TILE - 1) // TILE], dim=1).int()
     operands = AttentionForwardOperands(
         aligned(q.data), aligned(q.tiles), aligned(k.data), aligned(k.tiles), aligned(v.data), aligned(v.tiles),
-        offsets, order, result.out.flatten(0, 1), result.lse, result.row_sum_log2,
+        work, result.out.flatten(0, 1), result.lse, result.row_sum_log2,
     )  # fmt: skip
     with torch.cuda.device(device):
         compiled(facts.arch, spec, choose_config(spec, facts))(operands, workers * spec.groups)

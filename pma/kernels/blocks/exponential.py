@@ -17,7 +17,7 @@ COEFFICIENTS = (0.9999280571937561, 0.6932609677314758, 0.2426111251115799, 0.05
 
 @cute.jit
 def exp2_pair(x: Float32, y: Float32):
-    """(2^x, 2^y) by the polynomial, for x, y <= 127; NaN stays NaN."""
+    """(2^x, 2^y) by the polynomial, for x, y <= 127. NaN gives the greatest finite number: let it show elsewhere."""
     x, y = cute.arch.fmax(x, LEAST, nan=True), cute.arch.fmax(y, LEAST, nan=True)
     magic = (Float32(ROUND_TO_INTEGER), Float32(ROUND_TO_INTEGER))
     rounded = cute.arch.add_packed_f32x2((x, y), magic)
