@@ -23,7 +23,7 @@ from pma.kernels.blocks.block_scales import scale_byte
 from pma.kernels.blocks.memory import clear_bytes, clear_rows, store_byte
 from pma.kernels.blocks.row_tiles import RowTile
 from pma.kernels.blocks.segments import first_slot
-from pma.kernels.blocks.tensor_memory import load_row, pass_on
+from pma.kernels.blocks.tensor_memory import load_row
 from pma.layouts import BLOCK
 
 GROUP_WARPS = COMPUTE_WARPS // 2
@@ -48,11 +48,9 @@ class GradientEpilogue:
         """Quantise dV (the first four warps) or dK (the others) of a tile, and store payload and scales."""
         if cute.arch.warp_idx() < GROUP_WARPS:
             word = self.store_gradient(o.dv, tensor_memory + DV, facts, 1.0)
-            pass_on(shared.sums_read)
             self.store_scales(o.dv, shared.scale_words[None, 0], facts, (word, GROUP_BARRIER))
         else:
             word = self.store_gradient(o.dk, tensor_memory + DK, facts, self.softmax_scale)
-            pass_on(shared.sums_read)
             self.store_scales(o.dk, shared.scale_words[None, 1], facts, (word, GROUP_BARRIER + 1))
 
     @cute.jit

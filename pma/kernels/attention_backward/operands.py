@@ -70,10 +70,9 @@ class Shared(NamedTuple):
     dp_full: cute.Pointer  # dP is there: product → compute
     dp_read: cute.Pointer  # compute → product
     ds: cute.Pointer  # dS is there: compute → product
-    dq_full: cute.Pointer  # dQ is there, dS has been read: product → reduce and compute
+    dq_full: cute.Pointer  # dQ is there: product → reduce
     dq_read: cute.Pointer  # reduce → product
     sums_full: cute.Pointer  # once a tile: dV and dK are there: product → compute
-    sums_read: cute.Pointer  # once a tile: compute → product
     tensor_memory: cute.Pointer  # where its address is told
     scale_words: cute.Tensor  # [4, 2] words: scale bytes of four row blocks, of dV and dK
     seeds: cute.Tensor  # [128, 2, STATISTICS] float32: of a step's seeds, −lse·log2(e) + P's scale exponent, and δ

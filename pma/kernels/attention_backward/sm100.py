@@ -22,9 +22,11 @@ Tensor memory is full (`spec.py`). Order of products in step n, and what scale f
     dK(n)       dS(n) written                             dP                  dS(n) is there, so dP(n) has been read
     dQ(n)       S(n+1) read                               S                   `scores_read`; P(n+1) is elsewhere
     dP(n+1)     dQ(n) read, which it overwrites           S                   as for dQ(n)
-    dV(n+1)     P(n+1) written; a tile's first: dV read   S                   P(n+1) is there, so S(n+1) has been read
+    dV(n+1)     P(n+1) written                            S                   P(n+1) is there, so S(n+1) has been read
     the first S and dP                                    dK                  nothing has been added to dK yet
-Everything else is kept apart by the order of issue.
+Everything else is kept apart by the order of issue. Two things need no barrier of their own: dV and dK of a tile have
+been read when P of the next one is there, from the same warps; dS of step n has been read from shared memory when
+dP(n+1) is there, which came behind dQ(n).
 
 dQ leaves for a slab of its CTA (of its segment, if the seeds are each segment's own) by reductions in memory, always by
 the same thread for an element: shared seeds get the same bits in every run. `sum_slabs` adds the slabs.
@@ -111,7 +113,11 @@ from pma.layouts.scale_tiles import TILE_BYTES
 
 PRODUCT_WARP = COMPUTE_WARPS + REDUCE_WARPS
 LOAD_WARP, SEARCH_WARP, STATISTICS_WARP = PRODUCT_WARP + 1, PRODUCT_WARP + 2, PRODUCT_WARP + 3
-REGISTERS = {"compute": 160, "reduce": 112, "others": 80}
+# Of a thread, by head width: the warps that reduce hold a whole row of dQ, so that dP may follow it at once.
+REGISTERS = {
+    64: {"compute": 160, "reduce": 96, "others": 96},
+    128: {"compute": 160, "reduce": 144, "others": 48},
+}
 CHUNK = 32  # columns of tensor memory that an instruction moves
 STATISTICS = 2  # stages of a step's statistics
 HALF_BLOCKS = HALF // BLOCK
@@ -182,14 +188,18 @@ class AttentionBackward:
             cute.arch.relinquish_tmem_alloc_permit()
         cute.arch.sync_threads()
         tensor_memory = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tensor_memory)
+        registers = const_expr(REGISTERS[self.head_dim])
         if warp < COMPUTE_WARPS:
-            cute.arch.setmaxregister_increase(REGISTERS["compute"])
+            cute.arch.setmaxregister_increase(registers["compute"])
             self.compute(o, shared, tensor_memory)
         elif warp < PRODUCT_WARP:
-            cute.arch.setmaxregister_decrease(REGISTERS["reduce"])
+            if const_expr(self.head_dim == TILE):
+                cute.arch.setmaxregister_increase(registers["reduce"])
+            else:
+                cute.arch.setmaxregister_decrease(registers["reduce"])
             self.reduce(o, shared, tensor_memory)
         else:
-            cute.arch.setmaxregister_decrease(REGISTERS["others"])
+            cute.arch.setmaxregister_decrease(registers["others"])
             if warp == PRODUCT_WARP:
                 self.multiply(shared, tensor_memory)
             elif warp == LOAD_WARP:
@@ -276,17 +286,19 @@ class AttentionBackward:
     def load(self, o: AttentionBackwardOperands, loads: Loads, shared: Shared):
         kv, kv_parity, q, q_parity, dout, dout_parity = Int32(0), Int32(1), Int32(0), Int32(1), Int32(0), Int32(1)
         head_tile = self.head() // self.heads_per_tile
-        if const_expr(self.q_stays):
-            for step in cutlass.range(self.steps):
-                self.load_seeds(
-                    (loads.q_atom, loads.q, o.q), (shared.q, shared.q_bytes, shared.q_scales), (Int32(0), step, step)
-                )
-        turn, is_busy = Int32(0), True
+        turn, is_busy, resident_steps = Int32(0), True, Int32(self.steps if self.q_stays else 0)
         while is_busy:
             facts = next_row_tile(shared.board, turn)
             turn += 1
             is_busy = facts.tile >= 0
             if facts.num_rows > 0:
+                for step in cutlass.range(resident_steps):  # a CTA without tiles loads nothing: nobody would wait
+                    self.load_seeds(
+                        (loads.q_atom, loads.q, o.q),
+                        (shared.q, shared.q_bytes, shared.q_scales),
+                        (Int32(0), step, step),
+                    )
+                resident_steps = Int32(0)
                 cute.arch.mbarrier_wait(shared.kv.empty + kv, kv_parity)
                 full = shared.kv.full + kv
                 with cute.arch.elect_one():
@@ -396,7 +408,7 @@ class AttentionBackward:
     def multiply(self, shared: Shared, tensor_memory: cute.Pointer):
         columns = tensor_memory.toint()
         kv, kv_parity, q, q_parity, dout, dout_parity = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        parity, tile_parity = Int32(0), Int32(0)
+        parity = Int32(0)
         facts, turn = self.next_tile(shared, Int32(0))
         if facts.tile >= 0:
             cute.arch.mbarrier_wait(shared.kv.full, 0)
@@ -445,13 +457,10 @@ class AttentionBackward:
                     take_over(shared.dq_read, parity)
                     self.multiply_dp(shared, columns, then, "dP")
                     take_over(shared.weights, parity ^ 1)
-                    if is_last:
-                        take_over(shared.sums_read, tile_parity)
                     self.multiply_dv(shared, columns, then, next_step > 0)
                     release(shared.dout.empty + dout)
                 kv, kv_parity = next_kv, next_kv_parity
                 parity ^= 1
-            tile_parity ^= 1
             facts = following
 
     @cute.jit
@@ -573,7 +582,7 @@ class AttentionBackward:
         take_over(shared.scores_full, parity)
         p = load_row(tensor_memory + SCORES + first, HALF, CHUNK)
         pass_on(shared.scores_read)
-        self.mask_seeds(p, step, -math.inf)
+        self.mask_seeds(p, (step, first), -math.inf)
         factor = Float32(self.softmax_scale * LOG2_E)
         for index in cutlass.range_constexpr(0, HALF, 4):
             shifts = four_of(shared.seeds[None, 0, stage], first + index)
@@ -596,7 +605,7 @@ class AttentionBackward:
                 scale_bytes[block] = scale_byte(block_amax(values, is_row).bitcast(Uint32))
                 cast = cast_row(values, scale_bytes[block])
             for word in cutlass.range_constexpr(BLOCK // 4):
-                words[block * (BLOCK // 4) + word] = cast[word] if is_row else Uint32(0)
+                words[block * (BLOCK // 4) + word] = cast[word]
         store_row(tensor_memory + SCORES + first, words)
         self.store_row_scales(shared.p_scales, scale_bytes)
         cute.arch.fence_view_async_tmem_store()
@@ -610,30 +619,31 @@ class AttentionBackward:
         (step, stage, parity), first = turn, self.first_seed()
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         take_over(shared.dp_full, parity)
-        ds = load_row(tensor_memory + DP + first, HALF, CHUNK)
-        pass_on(shared.dp_read)
-        self.mask_seeds(ds, step, 0.0)
-        for index in cutlass.range_constexpr(0, HALF, 4):
-            deltas = four_of(shared.seeds[None, 1, stage], first + index)
-            for pair in cutlass.range_constexpr(2):
-                at = index + 2 * pair
-                difference = cute.arch.sub_packed_f32x2((ds[at], ds[at + 1]), (deltas[2 * pair], deltas[2 * pair + 1]))
-                ds[at], ds[at + 1] = cute.arch.mul_packed_f32x2((p[at], p[at + 1]), difference)
         words = cute.make_rmem_tensor(HALF // 4, Uint32)
         scale_bytes = [None] * HALF_BLOCKS
         for block in cutlass.range_constexpr(HALF_BLOCKS):
-            values = block_of(ds, block)
+            start = block * BLOCK
+            values = load_row(tensor_memory + DP + first + start, BLOCK)
+            if const_expr(block == HALF_BLOCKS - 1):
+                pass_on(shared.dp_read)
+            self.mask_seeds(values, (step, first + start), 0.0)
+            for index in cutlass.range_constexpr(0, BLOCK, 4):
+                deltas = four_of(shared.seeds[None, 1, stage], first + start + index)
+                for pair in cutlass.range_constexpr(0, 4, 2):
+                    at = index + pair
+                    two = cute.arch.sub_packed_f32x2((values[at], values[at + 1]), (deltas[pair], deltas[pair + 1]))
+                    weights = (p[start + at], p[start + at + 1])
+                    values[at], values[at + 1] = cute.arch.mul_packed_f32x2(weights, two)
             byte = scale_byte(block_amax(values, is_row).bitcast(Uint32))
             cast = cast_row(values, byte)
             for word in cutlass.range_constexpr(BLOCK // 4):
-                words[block * (BLOCK // 4) + word] = cast[word] if is_row else Uint32(0)
+                words[start // 4 + word] = cast[word] if is_row else Uint32(0)
             without_p_scale = cutlass.max(byte - shared.exponents[first // BLOCK + block, stage], 0)
             scale_bytes[block] = byte if byte == SCALE_NAN else without_p_scale
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(shared.statistics.empty + stage)
         store_row(tensor_memory + DP + first, words)
-        cute.arch.mbarrier_wait(shared.dq_full, parity ^ 1)  # dS of the step before has been read
         self.store_row_scales(shared.ds_scales[None, 0], scale_bytes)
         for block in cutlass.range_constexpr(HALF_BLOCKS):
             column = first // BLOCK + block
@@ -654,11 +664,12 @@ class AttentionBackward:
         return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 * HALF
 
     @cute.jit
-    def mask_seeds(self, row: cute.Tensor, step: Int32, value: cutlass.Constexpr[float]):
+    def mask_seeds(self, row: cute.Tensor, place, value: cutlass.Constexpr[float]):
+        """Set what belongs to no seed to `value`. place: (step, the row's first seed in it)."""
         if const_expr(not self.has_whole_steps):
-            count = self.spec.num_seeds - step * TILE
-            if count < TILE:
-                mask_behind(row, count - self.first_seed(), value)
+            (step, first), num_seeds = place, self.spec.num_seeds
+            if num_seeds - step * TILE < TILE:
+                mask_behind(row, num_seeds - step * TILE - first, value)
 
     @cute.jit
     def store_row_scales(self, tile: cute.Tensor, scale_bytes):
@@ -682,30 +693,29 @@ class AttentionBackward:
                 for step in cutlass.range(self.steps):
                     take_over(shared.dq_full, parity)
                     start = (Int64(slab) * self.steps + step) * (TILE * self.head_dim)
-                    for first in cutlass.range_constexpr(0, self.head_dim, HALF):
-                        values = load_row(tensor_memory + DP + first, HALF, CHUNK)
-                        if const_expr(first + HALF == self.head_dim):
-                            pass_on(shared.dq_read)
-                        self.add_to_slab(o.dq, start, first, values)
+                    values = load_row(tensor_memory + DP, self.head_dim, CHUNK)
+                    pass_on(shared.dq_read)
+                    self.add_to_slab(o.dq, start, values)
                     parity ^= 1
 
     @cute.jit
-    def add_to_slab(self, slabs: cute.Tensor, start: Int64, first: cutlass.Constexpr[int], values: cute.Tensor):
-        """Add 64 columns of this thread's seed, 16 bytes at a time, so that a warp adds to 512 contiguous bytes."""
+    def add_to_slab(self, slabs: cute.Tensor, start: Int64, values: cute.Tensor):
+        """Add the columns of this thread's seed, 16 bytes at a time, so that a warp adds to 512 contiguous bytes."""
         thread, _, _ = cute.arch.thread_idx()
         is_half = const_expr(self.spec.dq_dtype == torch.float16)
         width = const_expr(8 if is_half else 4)
-        for index in cutlass.range_constexpr(0, HALF, width):
-            target = element_pointer(slabs, start + ((first + index) // width * TILE + thread % TILE) * width, 16)
+        own = start + thread % TILE * width
+        for first in cutlass.range_constexpr(0, self.head_dim, width):
+            target = element_pointer(slabs, own + first * TILE, 16)
             if const_expr(is_half):
                 halves = cute.make_rmem_tensor(width, Float16)
                 for column in cutlass.range_constexpr(width):
-                    scaled = values[index + column] * (self.softmax_scale * 2.0**self.numerics.dq_scale_log2)
+                    scaled = values[first + column] * (self.softmax_scale * 2.0**self.numerics.dq_scale_log2)
                     halves[column] = scaled.to(Float16)
                 words = cute.recast_tensor(halves, Uint32)
                 add_vector(target, "f16x2", words)
             else:
-                add_vector(target, "f32", cute.make_tensor(values.iterator + index, cute.make_layout(width)))
+                add_vector(target, "f32", cute.make_tensor(values.iterator + first, cute.make_layout(width)))
 
 
 SINGLE_BARRIERS = {
@@ -718,7 +728,6 @@ SINGLE_BARRIERS = {
     "dq_full": 1,
     "dq_read": REDUCE_WARPS,
     "sums_full": 1,
-    "sums_read": COMPUTE_WARPS,
 }  # names in `Shared` → arrivals
 
 
@@ -834,7 +843,13 @@ def launch(
         )  # fmt: skip
         with torch.cuda.device(device):
             compiled(facts.arch, spec, choose_config(spec, facts))(operands, workers * spec.num_heads)
-    return AttentionGradients(sum_slabs(spec, slabs, num_segments), dk, dv)
+    else:
+        for gradient in (dk, dv):
+            gradient.data.zero_()
+            gradient.scales.zero_()
+            gradient.row_tiles.fill_(SCALE_ONE)
+            gradient.column_tiles.fill_(SCALE_ONE)
+    return AttentionGradients(sum_slabs(spec, slabs), dk, dv)
 
 
 def _empty(num_rows: int, num_segments: int, columns: int, device: torch.device) -> Quantized:
@@ -846,11 +861,12 @@ def _empty(num_rows: int, num_segments: int, columns: int, device: torch.device)
     return Quantized(empty(num_rows, columns), empty(slots, columns // BLOCK), *(empty(*shape) for shape in tiles))
 
 
-def sum_slabs(spec: AttentionBackwardSpec, slabs: Tensor, num_segments: int) -> Tensor:
+def sum_slabs(spec: AttentionBackwardSpec, slabs: Tensor) -> Tensor:
     """Add what the CTAs left and put it in order: [slabs, I, D/w, 128, w] → [S, E] or [B·S, E] float32."""
     is_half = spec.dq_dtype == torch.float16
     width = 8 if is_half else 4
-    parts = slabs.float().view(-1, spec.num_heads, spec.steps, spec.head_dim // width, TILE, width)
+    count = slabs.shape[0] // spec.num_heads
+    parts = slabs.float().view(count, spec.num_heads, spec.steps, spec.head_dim // width, TILE, width)
     if spec.is_shared:
         parts = parts.sum(0, keepdim=True)
     rows = parts.permute(0, 2, 4, 1, 3, 5).reshape(parts.shape[0], spec.steps * TILE, spec.columns)
