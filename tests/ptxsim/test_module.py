@@ -10,9 +10,19 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import pma
+import ptxsim
 from pma.kernels.device_facts import SM100
 from pma.ops import backends
-from pma.testing import KERNEL_BUDGET, relative_error
+from pma.testing import (
+    KERNEL_BUDGET,
+    SQNR_FLOORS,
+    make_jagged,
+    make_pma,
+    relative_error,
+    run_with_gradients,
+    sqnr_db,
+    uneven_lengths,
+)
 
 pytestmark = [pytest.mark.ptxsim]
 KERNELS = (
@@ -86,6 +96,20 @@ def test_right_and_silent(on, name):
     for key, value in actual.items():
         assert relative_error(value, true[key]) <= KERNEL_BUDGET * relative_error(expected[key], true[key]), key
         assert relative_error(value, expected[key]) <= relative_error(expected[key], true[key]), key
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("accumulation", "floor"), [("fp32", 0), ("fp16", 1)])
+def test_sqnr_floors_hold(on, accumulation, floor):
+    """Those of the reference, on the problem of `benchmarks.numerics`: 1,015 events, E = 384, 512 seeds."""
+    events, offsets = make_jagged(uneven_lengths(4, 2048), 384, dtype=torch.bfloat16)
+    sizes = {"projection_gain": 1.0, "embed_dim": 384, "num_heads": 3, "num_seeds": 512}
+    exact = run_with_gradients(make_pma(precision="fp32", **sizes), events.float(), offsets)
+    numerics = pma.AttentionNumerics(dq_accumulation=accumulation)
+    with ptxsim.simulate(arch="sm_100a", num_sms=4, checks=False):
+        actual = run_with_gradients(make_pma(backend="sm100", numerics=numerics, **sizes), events, offsets)
+    for name, floors in SQNR_FLOORS.items():
+        assert sqnr_db(actual[name], exact[name]) > floors[floor], name
 
 
 def test_bf16_and_int32_offsets(on):
