@@ -155,7 +155,7 @@ class PMA(nn.Module):
         dtypes = (weight.dtype, weight.dtype, torch.int64, weight.dtype)
         has_values = self.value_proj is not None
         shape = PoolShape(self.embed_dim, self.num_heads, self.num_seeds, has_values, *dtypes)
-        return backends.report(self.backend, weight.device, shape, self.numerics)
+        return backends.report(self.backend, weight.device, shape, self._numerics_token)
 
     def extra_repr(self) -> str:
         return (

@@ -20,7 +20,6 @@ from pma.kernels.device_facts import SM100, SM103, device_facts
 from pma.kernels.quantize.spec import QuantizeSpec
 from pma.kernels.rmsnorm_backward.spec import RMSNormBackwardSpec
 from pma.kernels.scatter_scales.spec import ScatterScalesSpec
-from pma.numerics import AttentionNumerics
 from pma.ops.sm100 import PoolShape, specs_of
 
 BACKENDS = ("auto", "reference", "sm90", "sm100")
@@ -70,13 +69,15 @@ def uses_sm100(backend: str, device: torch.device, numerics: str, *shape: Any) -
     """
     if backend not in ("auto", "sm100"):
         return False
-    reason = why_not_sm100(device, PoolShape(*shape), AttentionNumerics.from_token(numerics))
+    if backend == "auto" and not is_blackwell(device):
+        return False
+    reason = why_not_sm100(device, PoolShape(*shape), numerics)
     if reason and backend == "sm100":
         raise UnsupportedError(f"backend='sm100' cannot serve this call: {reason}; use backend='auto'")
     return reason is None
 
 
-def why_not_sm100(device: torch.device, shape: PoolShape, numerics: AttentionNumerics) -> str | None:
+def why_not_sm100(device: torch.device, shape: PoolShape, numerics: str) -> str | None:
     """Why the kernels for Blackwell do not serve a module, None if they do."""
     if not is_blackwell(device):
         return f"it needs device capability sm_100 or sm_103, got {_capability(device)}"
@@ -98,7 +99,7 @@ def why_reference(backend: str, device: torch.device, spec: Spec) -> str | None:
     return _why_no_kernels(device) or spec.why_unsupported()
 
 
-def report(backend: str, device: torch.device, shape: PoolShape, numerics: AttentionNumerics) -> dict[str, str]:
+def report(backend: str, device: torch.device, shape: PoolShape, numerics: str) -> dict[str, str]:
     """Operator → implementation and why, for `PMA.backend_report()`."""
     if backend != "reference" and (why_not := why_not_sm100(device, shape, numerics)) is None:
         return dict.fromkeys(OPERATORS, _kernel(device))

@@ -5,7 +5,7 @@ which is why the sequence is one operator. What the reference composes in `autog
 """
 
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -97,8 +97,10 @@ class Tiled(NamedTuple):
     column_tiles: Tensor
 
 
-def specs_of(shape: PoolShape, numerics: AttentionNumerics) -> PoolSpecs:
-    """What a module asks of each kernel."""
+@cache
+def specs_of(shape: PoolShape, token: str) -> PoolSpecs:
+    """What a module asks of each kernel; token: of its `AttentionNumerics`."""
+    numerics = AttentionNumerics.from_token(token)
     embed_dim, offsets = shape.embed_dim, shape.offsets
     head_dim, dx_dtype = embed_dim // shape.num_heads, _dx_dtype(shape.events)
     attention = (head_dim, shape.num_heads, shape.num_seeds, True, numerics)
@@ -141,7 +143,7 @@ def pool(
     from pma.kernels.quantize import any_arch as quantize
 
     shape = (num_heads, seeds.shape[0], value_proj is not None, events.dtype, key_proj.dtype, offsets.dtype, out_dtype)
-    s = specs_of(PoolShape(events.shape[1], *shape), AttentionNumerics.from_token(numerics))
+    s = specs_of(PoolShape(events.shape[1], *shape), numerics)
     of_seeds = _one_segment(seeds)
     xq = quantize.launch(s.norm_seeds, seeds, of_seeds, weight=query_norm, eps=norm_eps)
     x = quantize.launch(s.norm_events, events, offsets, weight=key_norm, eps=norm_eps)
@@ -224,7 +226,7 @@ def pool_backward(
 
     p, num_seeds = Pooled(*pooled), pooled[0].shape[1]
     shape = (num_heads, num_seeds, p.v is not None, events.dtype, key_norm.dtype, offsets.dtype, p.out.dtype)
-    s = specs_of(PoolShape(events.shape[1], *shape), AttentionNumerics.from_token(numerics))
+    s = specs_of(PoolShape(events.shape[1], *shape), numerics)
     rows, row_offsets = dout.reshape(-1, dout.shape[2]), equal_offsets(dout.shape[0], num_seeds, dout.device)
     do = quantize.launch(s.dout, rows.to(p.out.dtype), row_offsets, out=p.out.reshape(rows.shape))
     x, operand = Tiled(p.x, p.x_rows, p.x_columns), attention.BackwardOperand

@@ -3,14 +3,17 @@
 import contextlib
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from pma.kernels.device_facts import DeviceFacts
+from ptxsim.mutate import MBARRIER_WAIT, Mutant, Verdict, row, study
 
 POISON = 0xFF  # a NaN in every format
+Case = Callable[[dict[str, Any]], None]
 
 
 @pytest.fixture
@@ -33,3 +36,29 @@ def gpu_stand_in(monkeypatch) -> Callable[..., None]:
         monkeypatch.setattr(torch, "empty", poisoned)
 
     return stand_in
+
+
+@pytest.fixture
+def waits_of_the_product() -> Callable[[Case], list[Verdict]]:
+    """`waits_of_the_product(case)`: each wait of the warp that issues products is taken out of a case in turn.
+
+    Fails if a race or a deadlock does not tell; → the verdicts on those that the case executes.
+    """
+
+    def take_out(case: Case) -> list[Verdict]:
+        lines: list[int] = []  # of products, whose warp's part of the text they begin and end
+
+        def note(ptx: str, kernel: str) -> str:
+            lines.extend(n for n, line in enumerate(ptx.splitlines(), 1) if "tcgen05.mma" in line)
+            return ptx
+
+        def is_asked(mutant: Mutant) -> bool:
+            return mutant.kind == MBARRIER_WAIT and lines[0] < mutant.line < lines[-1]
+
+        case({"patch": note})
+        verdicts = [verdict for verdict in study(case, only=is_asked).verdicts if verdict.is_executed]
+        for verdict in verdicts:
+            assert verdict.signs.keys() & {"finding", "deadlock"}, row(verdict)
+        return verdicts
+
+    return take_out

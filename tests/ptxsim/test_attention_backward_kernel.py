@@ -20,7 +20,6 @@ from pma.reference import operators as reference
 from pma.reference.attention import AttentionShape, BackwardInputs, Gradients, Operands, attention_backward
 from pma.reference.rounding import PlainRounding
 from pma.testing import KERNEL_BUDGET, ULPS_FP32, relative_error
-from ptxsim.mutate import MBARRIER_WAIT, Mutant, row, study
 
 pytestmark = [pytest.mark.ptxsim]
 LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 300)
@@ -423,7 +422,7 @@ def quantized(values: Tensor, offsets: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------ synchronisation
 
 
-def test_every_wait_of_the_product_is_needed(gpu_stand_in):
+def test_every_wait_of_the_product_is_needed(gpu_stand_in, waits_of_the_product):
     """Among them those that scale factors in a full tensor memory ask for: without one, a race or a deadlock."""
     sm100 = importlib.import_module("pma.kernels.attention_backward.sm100")
     p = make_problem((300, 129), 128, 1, 300, is_shared=False)
@@ -433,19 +432,4 @@ def test_every_wait_of_the_product_is_needed(gpu_stand_in):
         with ptxsim.simulate(arch="sm_100a", num_sms=1, check_bounds=True, **options):
             check(p, differentiate(p))
 
-    lines: list[int] = []  # of products, whose warp's part of the text they begin and end
-
-    def note(ptx: str, kernel: str) -> str:
-        lines.extend(n for n, line in enumerate(ptx.splitlines(), 1) if "tcgen05.mma" in line)
-        return ptx
-
-    case({"patch": note})
-    result = study(case, kernel="attention", only=lambda mutant: is_wait(mutant) and lines[0] < mutant.line < lines[-1])
-    verdicts = [verdict for verdict in result.verdicts if verdict.is_executed]  # a 33rd tile is not waited for
-    assert len(verdicts) == 10, "first dO and P; K and V, Q, dP read, dS, S read, dO, dQ read, P"
-    for verdict in verdicts:
-        assert verdict.signs.keys() & {"finding", "deadlock"}, row(verdict)
-
-
-def is_wait(mutant: Mutant) -> bool:
-    return mutant.kind == MBARRIER_WAIT
+    assert len(waits_of_the_product(case)) == 10, "first dO and P; K and V, Q, dP read, dS, S read, dO, dQ read, P"

@@ -21,7 +21,6 @@ from pma.reference import operators as reference
 from pma.reference.attention import AttentionShape, Operands, attention_forward
 from pma.reference.rounding import PlainRounding
 from pma.testing import KERNEL_BUDGET, ULPS_FP32, relative_error
-from ptxsim.mutate import MBARRIER_WAIT, Mutant, row, study
 
 pytestmark = [pytest.mark.ptxsim]
 LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 300)
@@ -334,7 +333,7 @@ def test_no_events_at_all(on):
 # ------------------------------------------------------------------------------------------------ synchronisation
 
 
-def test_every_wait_of_the_product_is_needed(gpu_stand_in):
+def test_every_wait_of_the_product_is_needed(gpu_stand_in, waits_of_the_product):
     """Among them those that scale factors in a full tensor memory ask for: without one, a race or a deadlock."""
     sm100 = importlib.import_module("pma.kernels.attention_forward.sm100")
     p = make_problem((300, 129), 128, 1, 200)
@@ -344,18 +343,4 @@ def test_every_wait_of_the_product_is_needed(gpu_stand_in):
         with ptxsim.simulate(arch="sm_100a", num_sms=1, check_bounds=True, **options):
             check(p, attend(p))
 
-    lines: list[int] = []  # of products, whose warp's part of the text they begin and end
-
-    def note(ptx: str, kernel: str) -> str:
-        lines.extend(n for n, line in enumerate(ptx.splitlines(), 1) if "tcgen05.mma" in line)
-        return ptx
-
-    case({"patch": note})
-    result = study(case, kernel="attention", only=lambda mutant: is_wait(mutant) and lines[0] < mutant.line < lines[-1])
-    assert len(result.verdicts) == 8, "for V, K, both parts of P0, S1 read, both parts of P1, S0 read"
-    for verdict in result.verdicts:
-        assert verdict.signs.keys() & {"finding", "deadlock"}, row(verdict)
-
-
-def is_wait(mutant: Mutant) -> bool:
-    return mutant.kind == MBARRIER_WAIT
+    assert len(waits_of_the_product(case)) == 8, "for V, K, both parts of P0, S1 read, both parts of P1, S0 read"

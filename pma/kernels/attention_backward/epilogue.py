@@ -14,15 +14,17 @@ from pma.kernels.blocks.block_quantize import (
     ABSENT_SCALES,
     block_amax,
     cast_row,
+    clear_unused_scales,
     store_column_tile,
+    store_compact_scales,
     store_half_tiles,
     store_row,
     store_row_tile,
+    with_bytes,
 )
 from pma.kernels.blocks.block_scales import scale_byte
-from pma.kernels.blocks.memory import clear_bytes, clear_rows, store_byte
+from pma.kernels.blocks.memory import clear_rows
 from pma.kernels.blocks.row_tiles import RowTile
-from pma.kernels.blocks.segments import first_slot
 from pma.kernels.blocks.tensor_memory import load_row
 from pma.layouts import BLOCK
 
@@ -70,7 +72,7 @@ class GradientEpilogue:
             if is_row:
                 column = self.head() * self.head_dim + block * BLOCK
                 store_row(out.data, Int64(facts.first_row + row) * self.spec.columns + column, payload)
-            word = (word & Uint32(0xFFFFFFFF ^ 0xFF << 8 * block)) | Uint32(byte) << 8 * block
+            word = with_bytes(word, byte, block, 1)
         return word
 
     @cute.jit
@@ -78,15 +80,8 @@ class GradientEpilogue:
         """Store a tile's scale bytes, compact and as tiles. turn: (this warp's four, named barrier of its group)."""
         word, barrier = turn
         quarter, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4, cute.arch.lane_idx()
-        blocks, columns = self.head_dim // BLOCK, self.spec.columns // BLOCK
-        slot = facts.begin // BLOCK + facts.segment + (facts.first_row - facts.begin) // BLOCK
-        if lane < blocks:
-            column = self.head() * blocks + lane
-            if quarter * BLOCK < facts.num_rows:
-                store_byte(out.scales, Int64(slot + quarter) * columns + column, Int32(word >> Uint32(8 * lane)) & 0xFF)
-            if quarter == 0 and facts.spare_slots > 0:
-                slot += (facts.num_rows + BLOCK - 1) // BLOCK
-                store_byte(out.scales, Int64(slot) * columns + column, Int32(0))
+        blocks = self.head_dim // BLOCK
+        store_compact_scales(out.scales, facts, word, (quarter, self.head() * blocks, blocks))
         if quarter * BLOCK >= facts.num_rows:
             word = Uint32(ABSENT_SCALES)
         if lane == 0:
@@ -116,20 +111,16 @@ class GradientEpilogue:
     @cute.jit
     def store_absent_scales(self, o: AttentionBackwardOperands, facts: RowTile):
         """Fill the tiles of a slot without events, and the spare compact slot of an empty segment."""
-        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-        words = cute.make_rmem_tensor(4, Uint32)
+        quarter = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
+        words, blocks = cute.make_rmem_tensor(4, Uint32), self.head_dim // BLOCK
         words.fill(ABSENT_SCALES)
-        blocks, columns = self.head_dim // BLOCK, self.spec.columns // BLOCK
-        slot = Int64(facts.begin // BLOCK + facts.segment) * columns + self.head() * blocks + lane
-        has_spare = warp % 4 == 0 and facts.spare_slots > 0 and lane < blocks
+        place = (quarter, self.head() * blocks, blocks)
         if cute.arch.warp_idx() < GROUP_WARPS:
-            self.store_tiles(o.dv, words, facts.tile, warp % 4)
-            if has_spare:
-                store_byte(o.dv.scales, slot, Int32(0))
+            self.store_tiles(o.dv, words, facts.tile, quarter)
+            store_compact_scales(o.dv.scales, facts, words[0], place)
         else:
-            self.store_tiles(o.dk, words, facts.tile, warp % 4)
-            if has_spare:
-                store_byte(o.dk.scales, slot, Int32(0))
+            self.store_tiles(o.dk, words, facts.tile, quarter)
+            store_compact_scales(o.dk.scales, facts, words[0], place)
 
     @cute.jit
     def clear_outside(self, o: AttentionBackwardOperands):
@@ -138,11 +129,8 @@ class GradientEpilogue:
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         workers, worker = blocks * (32 * COMPUTE_WARPS), block * (32 * COMPUTE_WARPS) + thread
-        num_segments, columns = cute.size(o.offsets, mode=[0]) - 1, const_expr(self.spec.columns // BLOCK)
-        head, tail = Int32(o.offsets[0]), Int32(o.offsets[num_segments])
-        used = first_slot(o.offsets, num_segments, BLOCK)
+        head, tail = Int32(o.offsets[0]), Int32(o.offsets[cute.size(o.offsets, mode=[0]) - 1])
         for out in (o.dk, o.dv):
             for begin, end in ((Int32(0), head), (tail, cute.size(out.data, mode=[0]))):
                 clear_rows(out.data, begin, end, (self.spec.columns, worker, workers))
-            for begin, end in ((Int32(0), head // BLOCK), (used, cute.size(out.scales, mode=[0]))):
-                clear_bytes(out.scales, Int64(begin) * columns, Int64(end) * columns, worker, workers)
+            clear_unused_scales(out.scales, o.offsets, (worker, workers))

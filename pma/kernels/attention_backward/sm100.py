@@ -82,6 +82,7 @@ from pma.kernels.blocks.block_product import Operand, TensorOperand, multiply_ti
 from pma.kernels.blocks.block_quantize import (
     block_amax,
     cast_row,
+    columns_of,
 )
 from pma.kernels.blocks.block_scales import scale_byte
 from pma.kernels.blocks.masks import mask_behind
@@ -595,7 +596,7 @@ class AttentionBackward:
         words = cute.make_rmem_tensor(HALF // 4, Uint32)
         scale_bytes = [None] * HALF_BLOCKS
         for block in cutlass.range_constexpr(HALF_BLOCKS):
-            values = block_of(p, block)
+            values = columns_of(p, block * BLOCK, BLOCK)
             if const_expr(self.is_static):
                 scale_bytes[block] = SCALE_ONE - shared.exponents[first // BLOCK + block, stage]
                 payload = cute.make_rmem_tensor(BLOCK, Float8E4M3FN)
@@ -753,12 +754,6 @@ def four_of(values: cute.Tensor, first: Int32) -> cute.Tensor:
     source = values.iterator + cute.assume(first, 4)
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), four)
     return four
-
-
-@cute.jit
-def block_of(row: cute.Tensor, block: cutlass.Constexpr[int]) -> cute.Tensor:
-    """32 of a thread's values, in registers."""
-    return cute.make_tensor(row.iterator + block * BLOCK, cute.make_layout(BLOCK))
 
 
 @cute.jit

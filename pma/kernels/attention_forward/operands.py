@@ -41,9 +41,7 @@ class Shared(NamedTuple):
     seeds: Ring  # of the seed tiles of a segment: loads → product
     scores: cute.Pointer  # S(i) is there: product → softmax
     drained: cute.Pointer  # S(i) has been read: softmax → product
-    weights: tuple[
-        cute.Pointer, ...
-    ]  # parts of P(i) are there, and O(i) may be added to: softmax, correction → product
+    weights: tuple[cute.Pointer, ...]  # parts of P(i) are there, the first: O(i) may be added to → product
     sums: cute.Pointer  # O(i) of a segment is there: product → correction
     corrections: cute.Pointer  # factors of O(i) are there: softmax → correction
     ends: Ring  # totals, divisors and maxima of a segment: softmax → correction

@@ -792,9 +792,8 @@ def launch(
         return result
     facts = device_facts(device)
     workers = max(1, min(num_segments, num_multiprocessors(device) // spec.groups))
-    lengths = offsets.diff()
-    order = torch.argsort(lengths, descending=True, stable=True)
-    work = torch.stack([order, offsets[order], lengths[order], (lengths[order] + TILE - 1) // TILE], dim=1).int()
+    lengths, order = torch.sort(offsets.diff(), descending=True, stable=True)
+    work = torch.stack([order, offsets[order], lengths, (lengths + TILE - 1) // TILE], dim=1).int()
     operands = AttentionForwardOperands(
         aligned(q.data), aligned(q.tiles), aligned(k.data), aligned(k.tiles), aligned(v.data), aligned(v.tiles),
         work, result.out.flatten(0, 1), result.lse, result.row_sum_log2,

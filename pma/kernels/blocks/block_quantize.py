@@ -12,7 +12,9 @@ from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint16, Uint32
 from quack.reduce import warp_reduce
 
 from pma.kernels.blocks.block_scales import inverse_scale, max_magnitude
-from pma.kernels.blocks.memory import store_words
+from pma.kernels.blocks.memory import clear_bytes, store_byte, store_words
+from pma.kernels.blocks.row_tiles import RowTile
+from pma.kernels.blocks.segments import first_slot
 from pma.layouts import BLOCK
 from pma.layouts.mxfp8 import SCALE_NAN, SCALE_ONE
 from pma.layouts.scale_tiles import TILE_BYTES
@@ -61,6 +63,45 @@ def store_row(target: cute.Tensor, offset: Int64, words: cute.Tensor):
         for word in cutlass.range_constexpr(8):
             eight[word] = words[index + word]
         store_words(target, offset + 4 * index, eight)
+
+
+@cute.jit
+def with_bytes(word: Uint32, byte: Int32, first: cutlass.Constexpr[int], count: cutlass.Constexpr[int]) -> Uint32:
+    """The word with `count` of its bytes, the lowest being number 0, replaced by `byte`."""
+    mask = const_expr((1 << 8 * count) - 1 << 8 * first)
+    return (word & Uint32(mask ^ 0xFFFFFFFF)) | (Uint32(byte) * Uint32(0x01010101) & Uint32(mask))
+
+
+@cute.jit
+def columns_of(row: cute.Tensor, first: cutlass.Constexpr[int], columns: cutlass.Constexpr[int]) -> cute.Tensor:
+    """Some of a lane's values, in registers."""
+    return cute.make_tensor(row.iterator + first, cute.make_layout(columns))
+
+
+@cute.jit
+def store_compact_scales(scales: cute.Tensor, facts: RowTile, word: Uint32, place):
+    """One warp stores the compact scale bytes of a row block, and its slot in a spare one behind a segment.
+
+    place: (row block of the tile, first block column, how many bytes of the word; those past the width are left out).
+    """
+    (row_block, first, count), lane = place, cute.arch.lane_idx()
+    columns, column = const_expr(cute.size(scales, mode=[1])), first + lane
+    slot = facts.begin // BLOCK + facts.segment + (facts.first_row - facts.begin) // BLOCK
+    if lane < count and column < columns:
+        if row_block * BLOCK < facts.num_rows:
+            store_byte(scales, Int64(slot + row_block) * columns + column, Int32(word >> Uint32(8 * lane)) & 0xFF)
+        if row_block == 0 and facts.spare_slots > 0:
+            slot += (facts.num_rows + BLOCK - 1) // BLOCK
+            store_byte(scales, Int64(slot) * columns + column, Int32(0))
+
+
+@cute.jit
+def clear_unused_scales(scales: cute.Tensor, offsets: cute.Tensor, workers):
+    """Zero the compact scale slots in front of the first segment and behind the last. workers: (own index, number)."""
+    (worker, count), columns = workers, const_expr(cute.size(scales, mode=[1]))
+    used = first_slot(offsets, cute.size(offsets, mode=[0]) - 1, BLOCK)
+    for begin, end in ((Int32(0), Int32(offsets[0]) // BLOCK), (used, cute.size(scales, mode=[0]))):
+        clear_bytes(scales, Int64(begin) * columns, Int64(end) * columns, worker, count)
 
 
 @cute.jit

@@ -12,14 +12,17 @@ from pma.kernels.blocks.block_quantize import (
     ABSENT_SCALES,
     block_amax,
     cast_row,
+    clear_unused_scales,
+    columns_of,
     store_column_tile,
+    store_compact_scales,
     store_row,
     store_row_tile,
+    with_bytes,
 )
 from pma.kernels.blocks.block_scales import scale_byte
-from pma.kernels.blocks.memory import clear_bytes, clear_rows, store_byte
+from pma.kernels.blocks.memory import clear_rows
 from pma.kernels.blocks.row_tiles import RowTile
-from pma.kernels.blocks.segments import first_slot
 from pma.kernels.compile import CUTE_DTYPES
 from pma.kernels.projection.operands import ProjectionOperands, Shared
 from pma.kernels.projection.spec import TILE, GemmQuantizeSpec, GemmSpec
@@ -60,7 +63,7 @@ class QuantizeEpilogue:
         word, half = turn
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         if const_expr(o.scales is not None):
-            self.store_compact(o, facts, column_tile, word)
+            store_compact_scales(o.scales, facts, word, (warp, column_tile * (TILE // BLOCK), TILE // BLOCK))
         if const_expr(o.row_tiles is not None):
             words = shared.scale_words[None, half]
             if lane == 0:
@@ -72,27 +75,11 @@ class QuantizeEpilogue:
                 store_column_tile(o.column_tiles, words, facts.tile, column_tile)
 
     @cute.jit
-    def store_compact(self, o: ProjectionOperands, facts: RowTile, column_tile: Int32, word: Uint32):
-        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-        columns, column = const_expr(self.spec.out_columns // BLOCK), column_tile * (TILE // BLOCK) + lane
-        slot = facts.begin // BLOCK + facts.segment + (facts.first_row - facts.begin) // BLOCK
-        if lane < TILE // BLOCK and column < columns:
-            if warp * BLOCK < facts.num_rows:
-                store_byte(o.scales, Int64(slot + warp) * columns + column, Int32(word >> Uint32(8 * lane)) & 0xFF)
-            if warp == 0 and facts.spare_slots > 0:
-                slot += (facts.num_rows + BLOCK - 1) // BLOCK
-                store_byte(o.scales, Int64(slot) * columns + column, Int32(0))
-
-    @cute.jit
     def clear_outside(self, o: ProjectionOperands):
         """Zero the payload and the scale slots in front of the first segment and behind the last."""
         clear_outside_rows(o, self.spec.out_columns)
         if const_expr(o.scales is not None):
-            worker, workers = workers_of_grid()
-            num_segments, columns = cute.size(o.offsets, mode=[0]) - 1, const_expr(self.spec.out_columns // BLOCK)
-            used = first_slot(o.offsets, num_segments, BLOCK)
-            for begin, end in ((Int32(0), Int32(o.offsets[0]) // BLOCK), (used, cute.size(o.scales, mode=[0]))):
-                clear_bytes(o.scales, Int64(begin) * columns, Int64(end) * columns, worker, workers)
+            clear_unused_scales(o.scales, o.offsets, workers_of_grid())
 
 
 class StoreEpilogue:
@@ -124,19 +111,6 @@ class StoreEpilogue:
     def clear_outside(self, o: ProjectionOperands):
         """Zero the rows in front of the first segment and behind the last."""
         clear_outside_rows(o, self.spec.out_columns * self.spec.out_dtype.itemsize)
-
-
-@cute.jit
-def with_bytes(word: Uint32, byte: Int32, first: cutlass.Constexpr[int], count: cutlass.Constexpr[int]) -> Uint32:
-    """The word with `count` of its bytes, the lowest being number 0, replaced by `byte`."""
-    mask = const_expr((1 << 8 * count) - 1 << 8 * first)
-    return (word & Uint32(mask ^ 0xFFFFFFFF)) | (Uint32(byte) * Uint32(0x01010101) & Uint32(mask))
-
-
-@cute.jit
-def columns_of(row: cute.Tensor, first: cutlass.Constexpr[int], columns: cutlass.Constexpr[int]) -> cute.Tensor:
-    """Some of a lane's values, in registers."""
-    return cute.make_tensor(row.iterator + first, cute.make_layout(columns))
 
 
 @cute.jit
