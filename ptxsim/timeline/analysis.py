@@ -65,8 +65,24 @@ class Analysis:
         return Window(begin, end, self.products[first:last])
 
     def _period(self) -> int:
-        """Products after which their sequence repeats, but for the ends of tiles; 0 if it does not."""
-        rows = self.timeline.operations[self.steady.products]
+        """Products after which their sequence repeats, but for the ends of tiles; 0 if it does not.
+
+        Where several warps issue, the interleaving of theirs may change from step to step while each repeats its own.
+        """
+        products = self.steady.products
+        if period := self._repetition(products):
+            return period
+        issuers = self.timeline.operations["warp"]
+        warps, counts = np.unique(issuers[self.products], return_counts=True)
+        periods = np.array([self._repetition(products[issuers[products] == warp]) for warp in warps])
+        if len(warps) == 1 or not periods.all():
+            return 0
+        repeats = counts / periods
+        return int((periods * np.round(repeats / repeats.min())).sum())
+
+    def _repetition(self, products: np.ndarray) -> int:
+        """Products after which this sequence repeats; 0 if it does not."""
+        rows = self.timeline.operations[products]
         signature = np.stack([rows[name] for name in ("m", "n", "column", "a_in_place")], axis=1)
         longest = min(len(signature) // 3, LONGEST_PERIOD)
         agreeing = [(signature[p:] == signature[:-p]).all(axis=1).mean() for p in range(1, longest + 1)]
