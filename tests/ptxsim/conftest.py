@@ -40,16 +40,19 @@ def gpu_stand_in(monkeypatch) -> Callable[..., None]:
 
 @pytest.fixture
 def waits_of_the_product() -> Callable[[Case], list[Verdict]]:
-    """`waits_of_the_product(case)`: each wait of the warp that issues products is taken out of a case in turn.
+    """`waits_of_the_product(case)`: each wait of the warps that issue products is taken out of a case in turn.
 
+    The warps' part of the text begins with the last line before the first product that has `opener`.
     Fails if a race or a deadlock does not tell; → the verdicts on those that the case executes.
     """
 
-    def take_out(case: Case) -> list[Verdict]:
-        lines: list[int] = []  # of products, whose warp's part of the text they begin and end
+    def take_out(case: Case, opener: str = "tcgen05.mma") -> list[Verdict]:
+        lines: list[int] = []  # of products; their warps' part of the text ends with the last
 
         def note(ptx: str, kernel: str) -> str:
             lines.extend(n for n, line in enumerate(ptx.splitlines(), 1) if "tcgen05.mma" in line)
+            before = enumerate(ptx.splitlines()[: lines[0]], 1)
+            lines.insert(0, max((n for n, line in before if opener in line), default=lines[0]))
             return ptx
 
         def is_asked(mutant: Mutant) -> bool:

@@ -35,26 +35,29 @@ class Loads(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory. Barriers without another word have one for each of the two seed tiles."""
+    """Shared memory. Barriers without another word have one for each of the two buffers of scores and weights."""
 
-    kv: Ring  # of tiles of K and V in turn: loads → product
-    seeds: Ring  # of the seed tiles of a segment: loads → product
-    scores: cute.Pointer  # S(i) is there: product → softmax
-    drained: cute.Pointer  # S(i) has been read: softmax → product
-    weights: tuple[cute.Pointer, ...]  # parts of P(i) are there, the first: O(i) may be added to → product
-    sums: cute.Pointer  # O(i) of a segment is there: product → correction
-    corrections: cute.Pointer  # factors of O(i) are there: softmax → correction
-    ends: Ring  # totals, divisors and maxima of a segment: softmax → correction
+    k: Ring  # of tiles of K: loads → product
+    v: Ring  # of tiles of V: loads → product
+    seeds: Ring  # of the seed tile of a segment: loads → product
+    scores: cute.Pointer  # S(j) is there: product → softmax
+    drained: cute.Pointer  # S(j) has been read: softmax → product
+    weights: cute.Pointer  # [2 pieces, 2]: P(j) is there (piece 0 only), the piece of O may be added to → product
+    sums: cute.Pointer  # [2 pieces, 2]: P(j) V(j) is in the piece of O: product → correction, softmax
+    moved: cute.Pointer  # [4 warps, 4]: `moves` of tile j are there: softmax → correction, the other warpgroup
+    turns: cute.Pointer  # [4 warps, 2]: most exponentials of tile j are issued: softmax → the other warpgroup
+    ends: Ring  # one: totals and divisors of a segment: softmax → correction
     tensor_memory: cute.Pointer  # where its address is told
-    factors: cute.Tensor  # [128, 2] float32: of O's rows
-    totals: cute.Tensor  # [128, 2] float32: sums of P's rows
-    divisors: cute.Tensor  # [128, 2] float32: what O's rows are divided by
-    maxima: cute.Tensor  # [128, 2] float32: what P's rows are relative to
+    moves: cute.Tensor  # [2, 128, 4] float32: what P's rows are relative to from tile j on, and the factor of O's
+    totals: cute.Tensor  # [128, 2] float32: sums of P's rows over every other tile
+    divisors: cute.Tensor  # [128, 2] float32: the same of the cast P
     p_scales: cute.Tensor  # [512, 2] bytes
-    q_bytes: cute.Tensor  # [128·D, 2·buffers]
-    q_scales: cute.Tensor  # [512, 2·buffers] bytes
-    kv_bytes: cute.Tensor  # [128·D, buffers]
-    kv_scales: cute.Tensor  # [512, buffers] bytes
+    q_bytes: cute.Tensor  # [128·D, buffers]
+    q_scales: cute.Tensor  # [512, buffers] bytes
+    k_bytes: cute.Tensor  # [128·D, buffers]
+    k_scales: cute.Tensor  # [512, buffers] bytes
+    v_bytes: cute.Tensor  # [128·D, buffers]
+    v_scales: cute.Tensor  # [512, buffers] bytes
 
 
 class Work(NamedTuple):
@@ -70,20 +73,20 @@ class Share(NamedTuple):
     """What a CTA works on, whatever the segment."""
 
     head: Int32
-    seed_tile: Int32  # the first of its two
-    stages: Int32  # 1 or 2 seed tiles
+    seed_tile: Int32
 
 
 class Place(NamedTuple):
     """Where a softmax warp works."""
 
-    stage: Int32
-    region: cute.Pointer  # tensor memory of the stage's scores
+    group: Int32  # its warpgroup, 0 or 1
+    quarter: Int32  # of the rows
+    scores: cute.Pointer  # tensor memory
+    weights: cute.Pointer  # tensor memory
 
 
 class Row(NamedTuple):
-    """What softmax knows of a row of scores after some KV tiles."""
+    """What a thread has summed of its row over the tiles of its warpgroup, relative to the maximum of the last."""
 
-    maximum: Float32  # what P is relative to
     total: Float32  # sum of P, in units of its static scale
     divisor: Float32  # the same of the cast P, if it is asked for

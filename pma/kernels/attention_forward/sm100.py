@@ -2,35 +2,40 @@
 
     S = Q Kᵀ    p = exp2((s − m)·c)    O = Σ P V    out = O / l    with c = log2(e)/sqrt(D), l = Σ p
 
-Each CTA keeps one head and up to 256 seeds ("stages" i = 0, 1 of 128 rows) and goes through its segments, the longest
-first, one KV tile of 128 events after the other, in the order that `AttentionNumerics` says. Seeds that all segments
-share stay in shared memory. Payload comes by TMA from the jagged rows, scale tiles from their slots (split
-addressing). The tensor map of V ends where the segment does, so zeros come behind it (0 times a neighbour's NaN would
-be NaN), and products over blocks of 32 events that don't exist are not issued: no pad byte is used.
+Each CTA keeps one head and 128 seeds and goes through its segments, the longest first, one KV tile j of 128 events
+after the other, in the order that `AttentionNumerics` says. Seeds that all segments share stay in shared memory.
+Payload comes by TMA from the jagged rows, scale tiles from their slots (split addressing). The tensor map of V ends
+where the segment does, so zeros come behind it (0 times a neighbour's NaN would be NaN), and products over blocks of
+32 events that don't exist are not issued: no pad byte is used.
 
-Warps: 0–3 and 4–7 softmax of S0 and S1, a row in each thread · 8–11 correction: rescale O when a maximum moves, divide
-and store · 12 product · 13 loads.
+Warps: 0 products S · 1 products P V · 2 loads · 3 makes registers free · 4–7 correction: rescale O when a maximum
+moves, divide and store · 8–11 and 12–15 softmax, a row in each thread. Softmax's warpgroups take KV tiles in turn,
+j and j + 1 at the same time, so that exponentials of one run while the other loads, casts and sums. A row's maximum
+passes from one to the other through shared memory; each keeps the sum over its own tiles, and correction adds the two.
 
-Tensor memory (`spec.py`) is full, so scales lie where a barrier proves that nobody reads:
+Tensor memory (`spec.py`) has two buffers of S, of P and of all scales but V's, which have four: nothing overlaps.
 
-    product          its scales           lie in          free because
-    S(i), first      Q(i), K              O(i)            O(i) has not begun
-    S(i)             Q(i), K              S(1−i) [40,48)  `drained[1−i]`: softmax has read S(1−i); P(1−i) is elsewhere
-    O(i)             P(i), V              S(i) [32,40)    `weights[0][i]`: P(i) is being written, so S(i) is read
-    S(i) overwrites P(i) and all these scales: issued behind their readers, and tensor-core work runs in order.
+    who          before        waits for          because
+    S product    S(j)          `drained`          S(j−2) is in registers, hence its product and scales are done too
+    P V product  scales of V   nothing            `weights` of j−1 came behind P V of j−4, whose scales these replace
+    P V product  O += P V      `weights`, piece 0 P(j) is stored, and the piece of O has been rescaled
+                               `weights`, piece 1 the piece of O has been rescaled
+    softmax      its maximum   `moved` of j−1     that of the tile before is there, from the warp of the same rows
+    softmax      storing P(j)  `sums` of j−2      the product has read P(j−2) and its scales
+    softmax      exponentials  `turns` of j−1     (sm_103a) the warp of the same rows has issued most of its own
+    correction   the factor    `moved` of j
+    correction   a piece of O  `sums` of j−1      P V of j−1 is in it
+                               `sums` of j−2      without a move: nobody arrives twice in one phase of `weights`
+    softmax      a segment's   `ends.empty`       correction has read the sums of the segment before
+                 sums
 
-Order of products: O0 S0' O1 S1' with S' of the next KV tile, also where that belongs to the next segment ("unroll
-KV"): softmax never waits for a segment's end. Correction of the next segment's first tile is nothing but the permission
-to overwrite O, given when the rows have been read for storing. P goes to the tensor core in two parts, so that it
-starts on the first while the second is computed; the row sum comes behind both.
+`moved` has four slots. Slot j is written again for j + 4, by a warp that has waited for P V of j, which correction
+allowed after reading the slot, and for `moved` of j + 3, behind that of j + 1, whose warp had read it. O has two pieces
+of 64 columns with barriers of their own: while one is rescaled the tensor core adds to the other. Correction allows the
+first step of a segment to overwrite O when it has read the rows of the segment before.
 
-What softmax tells correction needs no answer within a segment: `scores[i]` says that all earlier products are done, so
-O(i) may be rescaled, and that O(i) was issued, so the last factor has been read. Only what a segment ended with waits
-for the end before it to be read, behind the row sum.
-
-Bound, for two seed tiles and one KV tile at D = 128: 1,024 clocks of the tensor core and, on B200, 2,048 of
-exponentials, 1,300 with 6 of 16 emulated, on GB300 1,024. What takes longest is the way of one stage through S,
-softmax, O and S' (DESIGN.md, attention forward).
+Bound, for two KV tiles at D = 128: 1,024 clocks of the tensor core and, on B200, 2,048 of exponentials, 1,300 with 6 of
+16 emulated, on GB300 1,024. What takes longest is issue: DESIGN.md, attention forward.
 """
 
 import math
@@ -56,15 +61,20 @@ from pma.kernels.attention_forward.operands import (
     Work,
 )
 from pma.kernels.attention_forward.spec import (
+    BUFFERS,
     CORRECTION_WARPS,
-    OUT_COLUMN,
+    P_COLUMN,
     P_COLUMNS,
+    P_SCALE_COLUMN,
+    PIECE,
+    QK_SCALE_COLUMN,
     SCALE_COLUMNS,
-    SCORE_COLUMNS,
+    SCORE_COLUMN,
+    SLOTS,
     SOFTMAX_WARPS,
-    STAGES,
     TENSOR_COLUMNS,
     TILE,
+    V_SCALE_COLUMN,
     AttentionForwardConfig,
     AttentionForwardSpec,
     choose_config,
@@ -92,13 +102,14 @@ from pma.layouts import BLOCK
 from pma.layouts.mxfp8 import SCALE_ONE
 from pma.layouts.scale_tiles import TILE_BYTES
 
-PRODUCT_WARP, LOAD_WARP = SOFTMAX_WARPS + CORRECTION_WARPS, SOFTMAX_WARPS + CORRECTION_WARPS + 1
-P_SCALES, V_SCALES, OTHERS_SCALES = P_COLUMNS, P_COLUMNS + SCALE_COLUMNS, P_COLUMNS + 2 * SCALE_COLUMNS
-REGISTERS = {"softmax": 184, "correction": 96, "others": 48}
+# The warps with few instructions and long chains come first: where a scheduler prefers the oldest, it is they.
+SCORE_WARP, SUM_WARP, LOAD_WARP = 0, 1, 2
+FIRST_CORRECTION_WARP, FIRST_SOFTMAX_WARP = 4, 4 + CORRECTION_WARPS
+# Of a softmax and a correction warp: polynomials take more, and correction then has 32 columns at a time.
+REGISTERS, REGISTERS_WITH_POLYNOMIALS, REGISTERS_OF_OTHERS = (184, 96), (192, 80), 48
 CHUNK = 32  # columns of tensor memory that an instruction moves
-RESCALED = 64  # columns of O that are rescaled at once
-PARTS = 2  # of P that the tensor core gets one after the other
-PART, PART_BLOCKS = TILE // PARTS, TILE // PARTS // BLOCK
+EARLY = 96  # exponentials of a row after which the other warpgroup may begin its own
+QUARTERS = 4  # of the rows, one for each warp of a warpgroup
 
 
 class AttentionForward:
@@ -109,9 +120,12 @@ class AttentionForward:
         self.scale_log2 = math.log2(math.e) / math.sqrt(spec.head_dim)
         self.out_dtype = CUTE_DTYPES[spec.out_dtype]
         self.is_static = spec.numerics.p_cast == "static"
-        self.sums_late = self.is_static and spec.numerics.denominator == "fp32"  # what is stored is P, in few registers
+        # What is stored is P, and registers suffice to sum it afterwards.
+        self.sums_late = self.is_static and config.takes_turns and spec.numerics.denominator == "fp32"
         self.p_scale_log2 = spec.numerics.p_scale_log2 if self.is_static else 0
-        self.score_tiler, self.out_tiler = (TILE, TILE, spec.head_dim), (TILE, spec.head_dim, TILE)
+        self.score_tiler, self.out_tiler = (TILE, TILE, spec.head_dim), (TILE, PIECE, TILE)
+        self.pieces = spec.head_dim // PIECE  # of O and V
+        self.registers = REGISTERS_WITH_POLYNOMIALS if config.emulated else REGISTERS
 
     @cute.jit
     def __call__(self, o: AttentionForwardOperands, num_ctas: Int32, stream):
@@ -147,18 +161,18 @@ class AttentionForward:
     def out_product(self) -> cute.TiledMma:
         return blackwell.make_blockscaled_trivial_tiled_mma(
             Float8E4M3FN, Float8E4M3FN, OperandMajorMode.K, OperandMajorMode.MN, Float8E8M0FNU, BLOCK,
-            tcgen05.CtaGroup.ONE, (TILE, self.spec.head_dim), tcgen05.OperandSource.TMEM,
+            tcgen05.CtaGroup.ONE, (TILE, PIECE), tcgen05.OperandSource.TMEM,
         )  # fmt: skip
 
     def operand_layouts(self):
         """Shared-memory layouts of Q, K and V."""
         config = self.config
         return (
-            blackwell.make_smem_layout_a(
-                self.score_product(), self.score_tiler, Float8E4M3FN, STAGES * config.q_buffers
+            blackwell.make_smem_layout_a(self.score_product(), self.score_tiler, Float8E4M3FN, config.q_buffers),
+            blackwell.make_smem_layout_b(self.score_product(), self.score_tiler, Float8E4M3FN, config.k_buffers),
+            blackwell.make_smem_layout_b(
+                self.out_product(), self.out_tiler, Float8E4M3FN, self.pieces * config.v_buffers
             ),
-            blackwell.make_smem_layout_b(self.score_product(), self.score_tiler, Float8E4M3FN, config.kv_buffers),
-            blackwell.make_smem_layout_b(self.out_product(), self.out_tiler, Float8E4M3FN, config.kv_buffers),
         )
 
     @cute.kernel
@@ -169,9 +183,9 @@ class AttentionForward:
         if thread == 0:
             self.init_barriers(shared)
         if const_expr(self.is_static):
-            for stage in cutlass.range_constexpr(STAGES):
+            for buffer in cutlass.range_constexpr(BUFFERS):
                 if thread < TILE_BYTES:
-                    shared.p_scales[thread, stage] = Uint8(SCALE_ONE - self.p_scale_log2)
+                    shared.p_scales[thread, buffer] = Uint8(SCALE_ONE - self.p_scale_log2)
             cute.arch.fence_view_async_shared()
         cute.arch.mbarrier_init_fence()
         if warp == 0:
@@ -179,16 +193,18 @@ class AttentionForward:
             cute.arch.relinquish_tmem_alloc_permit()
         cute.arch.sync_threads()
         tensor_memory = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tensor_memory)
-        if warp < SOFTMAX_WARPS:
-            cute.arch.setmaxregister_increase(REGISTERS["softmax"])
+        if warp >= FIRST_SOFTMAX_WARP:
+            cute.arch.setmaxregister_increase(self.registers[0])
             self.softmax(o, shared, tensor_memory)
-        elif warp < PRODUCT_WARP:
-            cute.arch.setmaxregister_decrease(REGISTERS["correction"])
+        elif warp >= FIRST_CORRECTION_WARP:
+            cute.arch.setmaxregister_decrease(self.registers[1])
             self.correct(o, shared, tensor_memory)
         else:
-            cute.arch.setmaxregister_decrease(REGISTERS["others"])
-            if warp == PRODUCT_WARP:
-                self.multiply(o, shared, tensor_memory)
+            cute.arch.setmaxregister_decrease(REGISTERS_OF_OTHERS)
+            if warp == SCORE_WARP:
+                self.multiply_scores(o, shared, tensor_memory)
+            elif warp == SUM_WARP:
+                self.multiply_weights(o, shared, tensor_memory)
             elif warp == LOAD_WARP:
                 self.load(o, loads, shared)
         cute.arch.sync_threads()
@@ -207,46 +223,53 @@ class AttentionForward:
             return Ring(pointer, pointer + size)
 
         def rows() -> cute.Tensor:
-            return smem.allocate_tensor(Float32, cute.make_layout((TILE, STAGES)), 16)
+            return smem.allocate_tensor(Float32, cute.make_layout((TILE, BUFFERS)), 16)
 
         def tiles(count: int, size: int, alignment: int) -> cute.Tensor:
             return smem.allocate_tensor(Uint8, cute.make_layout((size, count)), alignment)
 
         return Shared(
-            kv=ring(config.kv_buffers),
+            k=ring(config.k_buffers),
+            v=ring(config.v_buffers),
             seeds=ring(config.q_buffers),
-            scores=barriers(STAGES),
-            drained=barriers(STAGES),
-            weights=tuple(barriers(STAGES) for _ in range(PARTS)),
-            sums=barriers(STAGES),
-            corrections=barriers(STAGES),
-            ends=ring(STAGES),
+            scores=barriers(BUFFERS),
+            drained=barriers(BUFFERS),
+            weights=barriers(self.pieces * BUFFERS),
+            sums=barriers(self.pieces * BUFFERS),
+            moved=barriers(QUARTERS * SLOTS),
+            turns=barriers(QUARTERS * BUFFERS),
+            ends=ring(1),
             tensor_memory=smem.allocate_array(Int32, 1),
-            factors=rows(),
+            moves=smem.allocate_tensor(Float32, cute.make_layout((2, TILE, SLOTS)), 16),
             totals=rows(),
             divisors=rows(),
-            maxima=rows(),
-            p_scales=tiles(STAGES, TILE_BYTES, 128),
-            q_bytes=tiles(STAGES * config.q_buffers, tile, 1024),
-            q_scales=tiles(STAGES * config.q_buffers, TILE_BYTES, 128),
-            kv_bytes=tiles(config.kv_buffers, tile, 1024),
-            kv_scales=tiles(config.kv_buffers, TILE_BYTES, 128),
+            p_scales=tiles(BUFFERS, TILE_BYTES, 128),
+            q_bytes=tiles(config.q_buffers, tile, 1024),
+            q_scales=tiles(config.q_buffers, TILE_BYTES, 128),
+            k_bytes=tiles(config.k_buffers, tile, 1024),
+            k_scales=tiles(config.k_buffers, TILE_BYTES, 128),
+            v_bytes=tiles(config.v_buffers, tile, 1024),
+            v_scales=tiles(config.v_buffers, TILE_BYTES, 128),
         )
 
     @cute.jit
     def init_barriers(self, shared: Shared):
-        init_ring(shared.kv.full, shared.kv.empty, self.config.kv_buffers, 1)
+        init_ring(shared.k.full, shared.k.empty, self.config.k_buffers, 1)
+        init_ring(shared.v.full, shared.v.empty, self.config.v_buffers, 1)
         init_ring(shared.seeds.full, shared.seeds.empty, self.config.q_buffers, 1)
-        for stage in cutlass.range_constexpr(STAGES):
-            cute.arch.mbarrier_init(shared.scores + stage, 1)
-            cute.arch.mbarrier_init(shared.drained + stage, 4)
-            for part in cutlass.range_constexpr(PARTS):
-                arrivals = 4 + CORRECTION_WARPS if part == 0 else 4
-                cute.arch.mbarrier_init(shared.weights[part] + stage, arrivals)
-            cute.arch.mbarrier_init(shared.sums + stage, 1)
-            cute.arch.mbarrier_init(shared.corrections + stage, 4)
-            cute.arch.mbarrier_init(shared.ends.full + stage, 4)
-            cute.arch.mbarrier_init(shared.ends.empty + stage, CORRECTION_WARPS)
+        for buffer in cutlass.range_constexpr(BUFFERS):
+            cute.arch.mbarrier_init(shared.scores + buffer, 1)
+            cute.arch.mbarrier_init(shared.drained + buffer, 4)
+            for piece in cutlass.range_constexpr(self.pieces):
+                arrivals = CORRECTION_WARPS + (4 if piece == 0 else 0)
+                cute.arch.mbarrier_init(shared.weights + piece * BUFFERS + buffer, arrivals)
+                cute.arch.mbarrier_init(shared.sums + piece * BUFFERS + buffer, 1)
+        for slot in cutlass.range_constexpr(QUARTERS * BUFFERS):
+            cute.arch.mbarrier_init(shared.turns + slot, 1)
+        for slot in cutlass.range_constexpr(QUARTERS * SLOTS):
+            cute.arch.mbarrier_init(shared.moved + slot, 1)
+        cute.arch.mbarrier_init(shared.ends.full, SOFTMAX_WARPS)
+        cute.arch.mbarrier_init(shared.ends.empty, CORRECTION_WARPS)
 
     # ------------------------------------------------------------------------------------------------------ work
 
@@ -254,8 +277,7 @@ class AttentionForward:
     def share(self) -> Share:
         block, _, _ = cute.arch.block_idx()
         group = block % self.spec.groups
-        seed_tile = group // self.spec.num_heads * STAGES
-        return Share(group % self.spec.num_heads, seed_tile, cutlass.min(self.spec.seed_tiles - seed_tile, STAGES))
+        return Share(group % self.spec.num_heads, group // self.spec.num_heads)
 
     @cute.jit
     def work(self, o: AttentionForwardOperands, turn: Int32) -> Work:
@@ -282,11 +304,6 @@ class AttentionForward:
             tile = work.steps - 1 - step
         return tile, cutlass.min(work.num_rows - tile * TILE, TILE)
 
-    @cute.jit
-    def rows_of_tail(self, work: Work) -> Int32:
-        """Events of a segment's last tile."""
-        return work.num_rows - (work.steps - 1) * TILE
-
     # --------------------------------------------------------------------------------------------------- loading
 
     @cute.jit
@@ -294,11 +311,11 @@ class AttentionForward:
         share = self.share()
         score_product, out_product = self.score_product(), self.out_product()
         q_layout, k_layout, v_layout = self.operand_layouts()
-        k_tiles = self.as_operand(shared.kv_bytes, k_layout)
-        v_tiles = self.as_operand(shared.kv_bytes, v_layout)
+        k_tiles = self.as_operand(shared.k_bytes, k_layout)
+        v_tiles = self.as_operand(shared.v_bytes, v_layout)
         head_tile = share.head * self.spec.head_dim // TILE
-        buffer, parity, seeds, seeds_parity = Int32(0), Int32(1), Int32(0), Int32(1)
-        turn = Int32(0)
+        k, k_parity, v, v_parity = Int32(0), Int32(1), Int32(0), Int32(1)
+        seeds, seeds_parity, turn = Int32(0), Int32(1), Int32(0)
         work = self.work(o, turn)
         if const_expr(self.spec.is_shared):
             if work.steps > 0:
@@ -313,50 +330,49 @@ class AttentionForward:
             for step in cutlass.range(work.steps):
                 tile, num_rows = self.kv_tile(work, step)
                 row = work.first_row + tile * TILE
-                full = self.fill(shared, buffer, parity)
+                full = self.fill(shared.k, k, k_parity)
                 source = cute.local_tile(
                     cute.domain_offset((row, 0), loads.k), (TILE, self.spec.head_dim), (0, share.head)
                 )
-                self.load_tile(loads.k_atom, score_product.get_slice(0).partition_B(source), k_tiles, buffer, full)
+                self.load_tile(loads.k_atom, score_product.get_slice(0).partition_B(source), k_tiles, k, full)
                 with cute.arch.elect_one():
-                    load_scale_tile(o.k_tiles, slot + tile, head_tile, (shared.kv_scales[None, buffer].iterator, full))
-                buffer, parity = next_stage(buffer, parity, self.config.kv_buffers)
-                full = self.fill(shared, buffer, parity)
+                    load_scale_tile(o.k_tiles, slot + tile, head_tile, (shared.k_scales[None, k].iterator, full))
+                k, k_parity = next_stage(k, k_parity, self.config.k_buffers)
+                full = self.fill(shared.v, v, v_parity)
                 rows = offset_ragged_tensor(loads.v, row, num_rows, ragged_dim=1)
-                source = cute.local_tile(rows, (self.spec.head_dim, TILE), (share.head, 0))
-                self.load_tile(loads.v_atom, out_product.get_slice(0).partition_B(source), v_tiles, buffer, full)
+                for piece in cutlass.range_constexpr(self.pieces):
+                    source = cute.local_tile(rows, (PIECE, TILE), (share.head * self.pieces + piece, 0))
+                    source = out_product.get_slice(0).partition_B(source)
+                    self.load_tile(loads.v_atom, source, v_tiles, v * self.pieces + piece, full)
                 with cute.arch.elect_one():
-                    load_scale_tile(o.v_tiles, head_tile, slot + tile, (shared.kv_scales[None, buffer].iterator, full))
-                buffer, parity = next_stage(buffer, parity, self.config.kv_buffers)
+                    load_scale_tile(o.v_tiles, head_tile, slot + tile, (shared.v_scales[None, v].iterator, full))
+                v, v_parity = next_stage(v, v_parity, self.config.v_buffers)
             turn += 1
             work = self.work(o, turn)
 
     @cute.jit
-    def fill(self, shared: Shared, buffer: Int32, parity: Int32) -> cute.Pointer:
-        """Wait until a KV buffer is free and announce a tile with its scales; returns the barrier to signal."""
-        cute.arch.mbarrier_wait(shared.kv.empty + buffer, parity)
+    def fill(self, ring: Ring, buffer: Int32, parity: Int32) -> cute.Pointer:
+        """Wait until a buffer is free and announce a tile with its scales; returns the barrier to signal."""
+        cute.arch.mbarrier_wait(ring.empty + buffer, parity)
         with cute.arch.elect_one():
-            num_bytes = TILE * self.spec.head_dim + TILE_BYTES
-            cute.arch.mbarrier_arrive_and_expect_tx(shared.kv.full + buffer, num_bytes)
-        return shared.kv.full + buffer
+            cute.arch.mbarrier_arrive_and_expect_tx(ring.full + buffer, TILE * self.spec.head_dim + TILE_BYTES)
+        return ring.full + buffer
 
     @cute.jit
     def load_seeds(self, o: AttentionForwardOperands, loads: Loads, shared: Shared, share: Share, place):
-        """Load the CTA's seed tiles. place: (buffer, first row of the seeds, slot of their first tile)."""
+        """Load the CTA's seed tile. place: (buffer, first row of the seeds, slot of their first tile)."""
         buffer, first, slot = place
         q_tiles = self.as_operand(shared.q_bytes, self.operand_layouts()[0])
         full = shared.seeds.full + buffer
         with cute.arch.elect_one():
-            num_bytes = share.stages * (TILE * self.spec.head_dim + TILE_BYTES)
-            cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
-        for stage in cutlass.range(share.stages):
-            tile, target = share.seed_tile + stage, buffer * STAGES + stage
-            rows = cute.domain_offset((first + tile * TILE, 0), loads.q)
-            source = cute.local_tile(rows, (TILE, self.spec.head_dim), (0, share.head))
-            self.load_tile(loads.q_atom, self.score_product().get_slice(0).partition_A(source), q_tiles, target, full)
-            head_tile = share.head * self.spec.head_dim // TILE
-            with cute.arch.elect_one():
-                load_scale_tile(o.q_tiles, slot + tile, head_tile, (shared.q_scales[None, target].iterator, full))
+            cute.arch.mbarrier_arrive_and_expect_tx(full, TILE * self.spec.head_dim + TILE_BYTES)
+        rows = cute.domain_offset((first + share.seed_tile * TILE, 0), loads.q)
+        source = cute.local_tile(rows, (TILE, self.spec.head_dim), (0, share.head))
+        self.load_tile(loads.q_atom, self.score_product().get_slice(0).partition_A(source), q_tiles, buffer, full)
+        head_tile = share.head * self.spec.head_dim // TILE
+        with cute.arch.elect_one():
+            scales = shared.q_scales[None, buffer].iterator
+            load_scale_tile(o.q_tiles, slot + share.seed_tile, head_tile, (scales, full))
 
     @cute.jit
     def load_tile(
@@ -375,183 +391,199 @@ class AttentionForward:
     # -------------------------------------------------------------------------------------------------- products
 
     @cute.jit
-    def multiply(self, o: AttentionForwardOperands, shared: Shared, tensor_memory: cute.Pointer):
+    def multiply_scores(self, o: AttentionForwardOperands, shared: Shared, tensor_memory: cute.Pointer):
+        """S(j) = Q K(j)ᵀ."""
         share, columns = self.share(), tensor_memory.toint()
-        if const_expr(self.spec.seed_tiles > 1):
-            if share.stages == STAGES:
-                self.multiply_segments(o, shared, share, columns, STAGES)
-        if const_expr(self.spec.seed_tiles % STAGES == 1):
-            if share.stages == 1:
-                self.multiply_segments(o, shared, share, columns, 1)
-
-    @cute.jit
-    def multiply_segments(
-        self, o: AttentionForwardOperands, shared: Shared, share: Share, columns: Int32, stages: cutlass.Constexpr[int]
-    ):
         buffer, parity, seeds, seeds_parity = Int32(0), Int32(0), Int32(0), Int32(0)
-        step_parity, turn = Int32(0), Int32(0)
+        tile, turn = Int32(0), Int32(0)
         work = self.work(o, turn)
-        if work.steps > 0:
-            cute.arch.mbarrier_wait(shared.seeds.full, 0)
-            cute.arch.mbarrier_wait(shared.kv.full, 0)
-            for stage in cutlass.range_constexpr(stages):
-                scales = OUT_COLUMN + stage * SCORE_COLUMNS
-                self.multiply_scores(shared, share, columns, (stage, Int32(0), Int32(0)), scales)
-            release(shared.kv.empty)
-            buffer, parity = next_stage(buffer, parity, self.config.kv_buffers)
-        while work.steps > 0:  # empty segments are the last
+        if const_expr(self.spec.is_shared):
+            if work.steps > 0:
+                cute.arch.mbarrier_wait(shared.seeds.full, 0)
+        while work.steps > 0:
             turn += 1
             following = self.work(o, turn)
-            for step in cutlass.range(work.steps):
-                _, num_rows = self.kv_tile(work, step)
-                is_last = step + 1 == work.steps
-                has_next = not is_last or following.steps > 0
-                if const_expr(not self.spec.is_shared):
-                    if is_last:  # the scores of this segment have been issued
-                        release(shared.seeds.empty + seeds)
-                        seeds, seeds_parity = next_stage(seeds, seeds_parity, self.config.q_buffers)
-                v_buffer = buffer
-                cute.arch.mbarrier_wait(shared.kv.full + v_buffer, parity)
-                buffer, parity = next_stage(buffer, parity, self.config.kv_buffers)
-                if has_next:
-                    cute.arch.mbarrier_wait(shared.kv.full + buffer, parity)
-                    if const_expr(not self.spec.is_shared):
-                        if is_last:
-                            cute.arch.mbarrier_wait(shared.seeds.full + seeds, seeds_parity)
-                for stage in cutlass.range_constexpr(stages):
-                    self.multiply_weights(shared, share, columns, (stage, v_buffer, step, num_rows, step_parity))
-                    if const_expr(stage == stages - 1):
-                        release(shared.kv.empty + v_buffer)
-                    if is_last:
-                        release(shared.sums + stage)
-                    if has_next:
-                        if const_expr(stages == STAGES):
-                            take_over(shared.drained + 1 - stage, step_parity ^ stage)
-                        scales = (1 - stage) * SCORE_COLUMNS + OTHERS_SCALES
-                        self.multiply_scores(shared, share, columns, (stage, buffer, seeds), scales)
-                        if const_expr(stage == stages - 1):
-                            release(shared.kv.empty + buffer)
-                if has_next:
-                    buffer, parity = next_stage(buffer, parity, self.config.kv_buffers)
-                step_parity ^= 1
+            if const_expr(not self.spec.is_shared):
+                cute.arch.mbarrier_wait(shared.seeds.full + seeds, seeds_parity)
+            for _step in cutlass.range(work.steps, unroll=1):
+                cute.arch.mbarrier_wait(shared.k.full + buffer, parity)
+                take_over(shared.drained + (tile & 1), tile >> 1 & 1 ^ 1)
+                self.score_tile(shared, share, columns, (tile & 1, buffer, seeds))
+                buffer, parity = next_stage(buffer, parity, self.config.k_buffers)
+                tile += 1
+            if const_expr(not self.spec.is_shared):
+                release(shared.seeds.empty + seeds)
+                seeds, seeds_parity = next_stage(seeds, seeds_parity, self.config.q_buffers)
             work = following
 
     @cute.jit
-    def multiply_scores(self, shared: Shared, share: Share, columns: Int32, turn, scales: cutlass.Constexpr[int]):
-        """S(i) = Q(i) Kᵀ. turn: (i, KV buffer, buffer of the seeds); scales: where those of Q and K go."""
-        stage, buffer, seeds = turn
-        q_buffer, head_dim, blocks = seeds * STAGES + stage, self.spec.head_dim, self.spec.head_dim // BLOCK
-        q_scales, k_scales = columns + scales, columns + scales + SCALE_COLUMNS
-        copy_scale_tile(shared.q_scales[None, q_buffer].iterator, column_pointer(q_scales))
-        copy_scale_tile(shared.kv_scales[None, buffer].iterator, column_pointer(k_scales))
-        q, k = (data.iterator.toint() for data in (shared.q_bytes[None, q_buffer], shared.kv_bytes[None, buffer]))
+    def score_tile(self, shared: Shared, share: Share, columns: Int32, turn):
+        """turn: (buffer of the scores, of K, of the seeds)."""
+        at, buffer, seeds = turn
+        head_dim, blocks = self.spec.head_dim, self.spec.head_dim // BLOCK
+        q_scales = columns + QK_SCALE_COLUMN + at * 2 * SCALE_COLUMNS
+        k_scales = q_scales + SCALE_COLUMNS
+        copy_scale_tile(shared.q_scales[None, seeds].iterator, column_pointer(q_scales))
+        copy_scale_tile(shared.k_scales[None, buffer].iterator, column_pointer(k_scales))
+        q, k = (data.iterator.toint() for data in (shared.q_bytes[None, seeds], shared.k_bytes[None, buffer]))
         for part in cutlass.range_constexpr(TILE // head_dim):  # which heads share a scale tile
             if share.head % (TILE // head_dim) == part:
                 q_rows = Operand(q, q_scales, True, head_dim, part * blocks)
                 k_rows = Operand(k, k_scales, True, head_dim, part * blocks)
                 with cute.arch.elect_one():
                     multiply_tiles(
-                        columns + stage * SCORE_COLUMNS, q_rows, k_rows, TILE, (blocks, False), tuple(range(blocks))
+                        columns + SCORE_COLUMN + at * TILE, q_rows, k_rows, TILE, (blocks, False), tuple(range(blocks))
                     )
-        release(shared.scores + stage)
+        release(shared.scores + at)
+        release(shared.k.empty + buffer)
 
     @cute.jit
-    def multiply_weights(self, shared: Shared, share: Share, columns: Int32, turn):
-        """O(i) += P(i) V, or O(i) = P(i) V in a segment's first step. turn: (i, KV buffer, step, events, parity)."""
-        stage, buffer, step, num_rows, parity = turn
-        head_dim, region = self.spec.head_dim, columns + stage * SCORE_COLUMNS
-        p_scales, v_scales = region + P_SCALES, region + V_SCALES
+    def multiply_weights(self, o: AttentionForwardOperands, shared: Shared, tensor_memory: cute.Pointer):
+        """O += P(j) V(j), or O = P(j) V(j) in a segment's first step."""
+        share, columns = self.share(), tensor_memory.toint()
+        buffer, parity, tile, turn = Int32(0), Int32(0), Int32(0), Int32(0)
+        work = self.work(o, turn)
+        if const_expr(self.is_static):
+            if work.steps > 0:
+                for at in cutlass.range_constexpr(BUFFERS):
+                    scales = column_pointer(columns + P_SCALE_COLUMN + at * SCALE_COLUMNS)
+                    copy_scale_tile(shared.p_scales[None, at].iterator, scales)
+        while work.steps > 0:
+            turn += 1
+            following = self.work(o, turn)
+            for step in cutlass.range(work.steps):
+                _, num_rows = self.kv_tile(work, step)
+                cute.arch.mbarrier_wait(shared.v.full + buffer, parity)
+                self.add_tile(shared, share, columns, (tile, buffer, num_rows, step > 0))
+                buffer, parity = next_stage(buffer, parity, self.config.v_buffers)
+                tile += 1
+            work = following
+
+    @cute.jit
+    def add_tile(self, shared: Shared, share: Share, columns: Int32, turn):
+        """turn: (j, V buffer, events, whether to add)."""
+        tile, buffer, num_rows, accumulates = turn
+        at, parity, head_dim = tile & 1, tile >> 1 & 1, self.spec.head_dim
+        p_scales = columns + P_SCALE_COLUMN + at * SCALE_COLUMNS
+        v_scales = columns + V_SCALE_COLUMN + (tile & (SLOTS - 1)) * SCALE_COLUMNS
+        region = columns + P_COLUMN + at * P_COLUMNS
         p = TensorOperand(tuple(region + block * BLOCK // 4 for block in range(BLOCKS)), p_scales)
-        own = (
-            share.head % (TILE // head_dim) * (head_dim // BLOCK)
-        )  # columns of a scale tile, for heads narrower than it
-        v = Operand(shared.kv_bytes[None, buffer].iterator.toint(), v_scales + own, False, head_dim)
-        depth = ((num_rows + BLOCK - 1) // BLOCK, step > 0)
-        for part in cutlass.range_constexpr(PARTS):
-            take_over(shared.weights[part] + stage, parity)
-            if const_expr(part == 0):
-                copy_scale_tile(shared.p_scales[None, stage].iterator, column_pointer(p_scales))
-                copy_scale_tile(shared.kv_scales[None, buffer].iterator, column_pointer(v_scales))
-            blocks = tuple(range(part * PART_BLOCKS, (part + 1) * PART_BLOCKS))
+        # Columns of a scale tile, for heads narrower than it.
+        own = share.head % (TILE // head_dim) * (head_dim // BLOCK)
+        copy_scale_tile(shared.v_scales[None, buffer].iterator, column_pointer(v_scales))
+        address = shared.v_bytes[None, buffer].iterator.toint()
+        depth = ((num_rows + BLOCK - 1) // BLOCK, accumulates)
+        take_over(shared.weights + at, parity)
+        if const_expr(not self.is_static):
+            copy_scale_tile(shared.p_scales[None, at].iterator, column_pointer(p_scales))
+        for piece in cutlass.range_constexpr(self.pieces):
+            v = Operand(address + piece * TILE * PIECE, v_scales + own + piece * (PIECE // BLOCK), False, PIECE)
+            if const_expr(piece > 0):
+                take_over(shared.weights + piece * BUFFERS + at, parity)
             if num_rows > TILE - BLOCK:
                 with cute.arch.elect_one():
-                    multiply_tiles(region + OUT_COLUMN, p, v, head_dim, (BLOCKS, step > 0), blocks)
+                    multiply_tiles(columns + piece * PIECE, p, v, PIECE, (BLOCKS, accumulates))
             else:
                 with cute.arch.elect_one():
-                    multiply_tiles(region + OUT_COLUMN, p, v, head_dim, depth, blocks)
+                    multiply_tiles(columns + piece * PIECE, p, v, PIECE, depth)
+            if const_expr(piece == self.pieces - 1):
+                release(shared.v.empty + buffer)
+            release(shared.sums + piece * BUFFERS + at)
 
     # --------------------------------------------------------------------------------------------------- softmax
 
     @cute.jit
     def softmax(self, o: AttentionForwardOperands, shared: Shared, tensor_memory: cute.Pointer):
-        stage = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
-        place = Place(stage, tensor_memory + stage * SCORE_COLUMNS)
-        parity, end_parity, turn = Int32(0), Int32(1), Int32(0)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_SOFTMAX_WARP
+        group = warp // QUARTERS
+        scores, weights = SCORE_COLUMN + group * TILE, P_COLUMN + group * P_COLUMNS
+        place = Place(group, warp % QUARTERS, tensor_memory + scores, tensor_memory + weights)
+        tile, end_parity, turn = Int32(0), Int32(1), Int32(0)
         work = self.work(o, turn)
-        if stage >= self.share().stages:
-            work = work._replace(steps=Int32(0))
-        is_reversed = const_expr(self.numerics.kv_order == "reverse")
         while work.steps > 0:
             turn += 1
             following = self.work(o, turn)
-            row = Row(-Float32.inf, Float32(0.0), Float32(0.0))
-            # only the segment's last tile is masked
-            if const_expr(is_reversed):
-                row = self.softmax_step(shared, place, (Int32(0), parity), self.rows_of_tail(work), row)
-            for step in cutlass.range(1 if is_reversed else 0, work.steps if is_reversed else work.steps - 1):
-                row = self.softmax_step(shared, place, (step, parity ^ step & 1), None, row)
-            if const_expr(not is_reversed):
-                last = work.steps - 1
-                row = self.softmax_step(shared, place, (last, parity ^ last & 1), self.rows_of_tail(work), row)
-            parity ^= work.steps & 1
-            self.end_segment(shared, stage, end_parity, row)
+            row = Row(Float32(0.0), Float32(0.0))
+            for step in cutlass.range((group ^ tile) & 1, work.steps, 2):
+                _, num_rows = self.kv_tile(work, step)
+                take_over(shared.scores + group, tile + step >> 1 & 1)
+                if num_rows < TILE:
+                    mask_scores(place.scores, num_rows)
+                row = self.softmax_step(shared, place, (step, tile + step), row)
+            tile += work.steps
+            self.end_segment(shared, group, end_parity, row)
             end_parity ^= 1
             work = following
 
     @cute.jit
-    def softmax_step(self, shared: Shared, place: Place, turn, num_rows, row: Row) -> Row:
-        """One KV tile. turn: (step of the segment, parity); num_rows: events of the tile, None if it is full."""
-        (step, parity), (stage, region) = turn, place
-        thread, _, _ = cute.arch.thread_idx()
-        take_over(shared.scores + stage, parity)
-        if const_expr(num_rows is None and self.config.finds_maxima_in_loads):
-            scores, maxima = load_row_and_maxima(region, TILE)
-            pass_on(shared.drained + stage)
+    def softmax_step(self, shared: Shared, place: Place, turn, row: Row) -> Row:
+        """One KV tile. turn: (step of the segment, tile of the CTA)."""
+        (_, tile), group = turn, place.group
+        if const_expr(self.config.finds_maxima_in_loads):
+            scores, maxima = load_row_and_maxima(place.scores, TILE)
+            pass_on(shared.drained + group)
         else:
-            scores = load_row(region, TILE, CHUNK)
-            pass_on(shared.drained + stage)
-            if const_expr(num_rows is not None):
-                mask_behind(scores, num_rows, -math.inf)
+            scores = load_row(place.scores, TILE, CHUNK)
+            pass_on(shared.drained + group)
             maxima = block_maxima(scores)
-        maximum = self.new_maximum(row.maximum, maxima)
-        factor = cute.arch.exp2((row.maximum - finite(maximum)) * self.scale_log2)
-        if step > 0:
-            shared.factors[thread % TILE, stage] = factor
-            arrive(shared.corrections + stage)
+        maximum, factor = self.move_maximum(shared, place, turn, maxima)
         shift = self.p_scale_log2 - finite(maximum) * self.scale_log2
+        turns, waits_late = (
+            shared.turns + place.quarter * BUFFERS,
+            const_expr(self.is_static and self.config.takes_turns),
+        )
+        if const_expr(not waits_late):
+            self.take_over_weights(shared, group, tile)
         scale_bytes = self.scales_of_weights(shared, place, maxima, shift)
         total, divisor = row.total * factor, row.divisor * factor
-        for part in cutlass.range_constexpr(PARTS):
-            p = cute.make_tensor(scores.iterator + part * PART, cute.make_layout(PART))
+        if const_expr(self.config.takes_turns):
+            cute.arch.mbarrier_wait(turns + 1 - group, (tile - 1) >> 1 & 1)
+        for first, last in ((0, EARLY), (EARLY, TILE)):
+            p = cute.make_tensor(scores.iterator + first, cute.make_layout(last - first))
             exp2_of_row(p, Float32(self.scale_log2), shift, self.config.emulated)
             if const_expr(not self.sums_late):
                 total = sum_of(p, total)
-            divisor = self.store_weights(region, (p, part), scale_bytes, divisor)
-            pass_on(shared.weights[part] + stage)
+            if const_expr(self.config.takes_turns and last == EARLY):
+                if const_expr(waits_late):
+                    self.take_over_weights(shared, group, tile)
+                arrive(turns + group)
+        divisor = self.store_weights(place.weights, scores, scale_bytes, divisor)
+        pass_on(shared.weights + group)
         if const_expr(self.sums_late):  # the tensor core is at work by now
             total = sum_of(scores, total)
-        return Row(maximum, total, divisor)
+        return Row(total, divisor)
 
     @cute.jit
-    def end_segment(self, shared: Shared, stage: Int32, parity: Int32, row: Row):
-        """Tell the correction warps what a segment ended with."""
+    def move_maximum(self, shared: Shared, place: Place, turn, maxima: cute.Tensor):
+        """(what P is relative to from a tile on, the factor of this warpgroup's sums). turn: (step, tile)."""
+        step, tile = turn
         thread, _, _ = cute.arch.thread_idx()
-        cute.arch.mbarrier_wait(shared.ends.empty + stage, parity)
-        shared.totals[thread % TILE, stage] = row.total
-        shared.maxima[thread % TILE, stage] = row.maximum
+        row, moved = thread % TILE, shared.moved + place.quarter * SLOTS
+        slot, last = tile & (SLOTS - 1), (tile - 1) & (SLOTS - 1)
+        cute.arch.mbarrier_wait(moved + last, (tile - 1) >> 2 & 1)  # SLOTS tiles to a phase
+        before, factor = -Float32.inf, Float32(0.0)
+        if step > 0:
+            before, factor = shared.moves[0, row, last], shared.moves[1, row, last]
+        maximum = self.new_maximum(before, maxima)
+        own = cute.arch.exp2((before - finite(maximum)) * self.scale_log2)
+        shared.moves[0, row, slot], shared.moves[1, row, slot] = maximum, own
+        arrive(moved + slot)
+        return maximum, factor * own
+
+    @cute.jit
+    def take_over_weights(self, shared: Shared, group: Int32, tile: Int32):
+        """Wait until the product of the tile before the last has read P and its scales."""
+        take_over(shared.sums + (self.pieces - 1) * BUFFERS + group, tile >> 1 & 1 ^ 1)
+
+    @cute.jit
+    def end_segment(self, shared: Shared, group: Int32, parity: Int32, row: Row):
+        """Tell the correction warps what this warpgroup summed in a segment."""
+        thread, _, _ = cute.arch.thread_idx()
+        cute.arch.mbarrier_wait(shared.ends.empty, parity)
+        shared.totals[thread % TILE, group] = row.total
         if const_expr(self.numerics.denominator == "quantized"):
-            shared.divisors[thread % TILE, stage] = row.divisor
-        arrive(shared.ends.full + stage)
+            shared.divisors[thread % TILE, group] = row.divisor
+        arrive(shared.ends.full)
 
     @cute.jit
     def new_maximum(self, maximum: Float32, maxima: cute.Tensor) -> Float32:
@@ -578,33 +610,29 @@ class AttentionForward:
             scale_bytes[block] = scale_byte(largest.bitcast(Uint32))
             word |= Uint32(scale_bytes[block]) << 8 * block
         thread, _, _ = cute.arch.thread_idx()
-        words = cute.recast_tensor(shared.p_scales[None, place.stage], Uint32)
+        words = cute.recast_tensor(shared.p_scales[None, place.group], Uint32)
         words[thread % 32 * 4 + thread // 32 % 4] = word
         cute.arch.fence_view_async_shared()
         return scale_bytes
 
     @cute.jit
-    def store_weights(self, region: cute.Pointer, piece, scale_bytes, divisor: Float32) -> Float32:
-        """Cast a part of a row of P and store it over the scores; returns the divisor with the sum of what was stored.
-
-        piece: (the part, which one).
-        """
-        p, part = piece
+    def store_weights(self, place: cute.Pointer, p: cute.Tensor, scale_bytes, divisor: Float32) -> Float32:
+        """Cast a row of P and store it; returns the divisor with the sum of what was stored."""
         if const_expr(not self.is_static):
-            for block in cutlass.range_constexpr(PART_BLOCKS):
-                inverse = inverse_scale(scale_bytes[part * PART_BLOCKS + block])
+            for block in cutlass.range_constexpr(BLOCKS):
+                inverse = inverse_scale(scale_bytes[block])
                 for pair in cutlass.range_constexpr(block * BLOCK, (block + 1) * BLOCK, 2):
                     p[pair], p[pair + 1] = cute.arch.mul_packed_f32x2((p[pair], p[pair + 1]), (inverse, inverse))
-        payload = cute.make_rmem_tensor(PART, Float8E4M3FN)
+        payload = cute.make_rmem_tensor(TILE, Float8E4M3FN)
         payload.store(p.load().to(Float8E4M3FN))  # saturates
-        store_row(region + part * PART // 4, cute.recast_tensor(payload, Uint32))
+        store_row(place, cute.recast_tensor(payload, Uint32))
         cute.arch.fence_view_async_tmem_store()
         if const_expr(self.numerics.denominator == "quantized"):
-            values = cute.make_rmem_tensor(PART, Float32)
+            values = cute.make_rmem_tensor(TILE, Float32)
             values.store(payload.load().to(Float32))
             if const_expr(not self.is_static):
-                for block in cutlass.range_constexpr(PART_BLOCKS):
-                    scale = block_scale(scale_bytes[part * PART_BLOCKS + block])
+                for block in cutlass.range_constexpr(BLOCKS):
+                    scale = block_scale(scale_bytes[block])
                     for column in cutlass.range_constexpr(block * BLOCK, (block + 1) * BLOCK):
                         values[column] *= scale
             divisor = sum_of(values, divisor)
@@ -615,65 +643,71 @@ class AttentionForward:
     @cute.jit
     def correct(self, o: AttentionForwardOperands, shared: Shared, tensor_memory: cute.Pointer):
         thread, _, _ = cute.arch.thread_idx()
-        share, row = self.share(), thread % TILE
-        parity, end_parity, turn = Int32(0), Int32(0), Int32(0)
+        share, row, slots = self.share(), thread % TILE, SLOTS - 1
+        moved = shared.moved + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % QUARTERS * SLOTS
+        last_sums = shared.sums + (self.pieces - 1) * BUFFERS
+        tile, end_parity, turn = Int32(0), Int32(0), Int32(0)
         work = self.work(o, turn)
         while work.segment >= 0:
             turn += 1
             following = self.work(o, turn)
+            maximum, factor = -Float32.inf, Float32(0.0)
+            for step in cutlass.range(work.steps):
+                at = tile & 1
+                cute.arch.mbarrier_wait(moved + (tile & slots), tile >> 2 & 1)
+                maximum, factor = shared.moves[0, row, tile & slots], shared.moves[1, row, tile & slots]
+                moves = step > 0 and cute.arch.vote_any_sync(factor != 1.0)  # the first overwrites O
+                awaited = tile - (1 if moves else 2)
+                for piece in cutlass.range_constexpr(self.pieces):
+                    take_over(shared.sums + piece * BUFFERS + (awaited & 1), awaited >> 1 & 1)
+                    if moves:
+                        self.rescale(tensor_memory + piece * PIECE, factor)
+                    pass_on(shared.weights + piece * BUFFERS + at)
+                tile += 1
+            total, divisor = Float32(0.0), Float32(0.0)
             if work.steps > 0:
-                for stage in cutlass.range(share.stages):
-                    pass_on(shared.weights[0] + stage)  # the first step overwrites O
-            for _step in cutlass.range(work.steps - 1):
-                for stage in cutlass.range(share.stages):
-                    cute.arch.mbarrier_wait(shared.corrections + stage, parity)
-                    factor = shared.factors[row, stage]
-                    if cute.arch.vote_any_sync(factor != 1.0):
-                        self.rescale(tensor_memory + OUT_COLUMN + stage * SCORE_COLUMNS, factor)
-                    pass_on(shared.weights[0] + stage)
-                parity ^= 1
-            for stage in cutlass.range(share.stages):
-                total, maximum, divisor = Float32(0.0), -Float32.inf, Float32(0.0)
-                if work.steps > 0:
-                    cute.arch.mbarrier_wait(shared.ends.full + stage, end_parity)
-                    maximum = shared.maxima[row, stage]
-                    total = shared.totals[row, stage]
-                    divisor = total
-                    if const_expr(self.numerics.denominator == "quantized"):
-                        divisor = shared.divisors[row, stage]
-                    arrive(shared.ends.empty + stage)
-                    take_over(shared.sums + stage, end_parity)
-                self.store_out(o, work, share, stage, (tensor_memory, divisor))
-                self.store_state(o, work, share, stage, (total, maximum))
-            if work.steps > 0:
+                last = (tile - 1) & 1
+                cute.arch.mbarrier_wait(shared.ends.full, end_parity)
                 end_parity ^= 1
+                total = shared.totals[row, last] + shared.totals[row, 1 - last] * factor
+                divisor = total
+                if const_expr(self.numerics.denominator == "quantized"):
+                    divisor = shared.divisors[row, last] + shared.divisors[row, 1 - last] * factor
+                arrive(shared.ends.empty)
+                take_over(last_sums + last, (tile - 1) >> 1 & 1)
+            self.store_out(o, work, share, (tensor_memory, divisor))
+            self.store_state(o, work, share, (total, maximum))
             work = following
 
     @cute.jit
     def rescale(self, place: cute.Pointer, factor: Float32):
-        """Multiply rows of O."""
-        for first in cutlass.range_constexpr(0, self.spec.head_dim, RESCALED):
-            values = load_row(place + first, RESCALED, CHUNK)
-            for pair in cutlass.range_constexpr(RESCALED // 2):
+        """Multiply rows of a piece of O."""
+        columns = const_expr(CHUNK if self.config.emulated else PIECE)
+        for first in cutlass.range_constexpr(0, PIECE, columns):
+            values = load_row(place + first, columns, CHUNK)
+            for pair in cutlass.range_constexpr(columns // 2):
                 both = (values[2 * pair], values[2 * pair + 1])
                 values[2 * pair], values[2 * pair + 1] = cute.arch.mul_packed_f32x2(both, (factor, factor))
-            store_row(place + first, values)
+            for part in cutlass.range_constexpr(0, columns, CHUNK):
+                chunk = cute.make_tensor(values.iterator + part, cute.make_layout(CHUNK))
+                store_row(place + first + part, chunk)
         cute.arch.fence_view_async_tmem_store()
 
     @cute.jit
-    def store_out(self, o: AttentionForwardOperands, work: Work, share: Share, stage: Int32, sums):
+    def store_out(self, o: AttentionForwardOperands, work: Work, share: Share, sums):
         """out = O / l, zero without events. sums: (tensor memory, l in units of P's static scale)."""
         tensor_memory, divisor = sums
         thread, _, _ = cute.arch.thread_idx()
-        seed = (share.seed_tile + stage) * TILE + thread % TILE
+        seed = share.seed_tile * TILE + thread % TILE
         inverse = Float32(2.0**self.p_scale_log2) / divisor if divisor != 0.0 else Float32(0.0)
-        start = (Int64(work.segment) * self.spec.num_seeds + seed) * self.spec.columns + share.head * self.spec.head_dim
+        start = (Int64(work.segment) * self.spec.num_seeds + seed) * self.spec.columns
+        start += share.head * self.spec.head_dim
         dtype, words = self.out_dtype, CHUNK * self.out_dtype.width // 32
         for first in cutlass.range_constexpr(0, self.spec.head_dim, CHUNK):
             values = cute.make_rmem_tensor(CHUNK, Float32)
             values.fill(0.0)
             if work.steps > 0:
-                loaded = load_row(tensor_memory + OUT_COLUMN + stage * SCORE_COLUMNS + first, CHUNK)
+                loaded = load_row(tensor_memory + first, CHUNK)
                 for column in cutlass.range_constexpr(CHUNK):
                     values[column] = loaded[column] * inverse
             rounded = cute.make_rmem_tensor(CHUNK, dtype)
@@ -687,11 +721,11 @@ class AttentionForward:
                     store_words(o.out, (start + first) * (dtype.width // 8) + 4 * word, four)
 
     @cute.jit
-    def store_state(self, o: AttentionForwardOperands, work: Work, share: Share, stage: Int32, state):
+    def store_state(self, o: AttentionForwardOperands, work: Work, share: Share, state):
         """lse and ⌊log2 l⌋. state: (l in units of P's static scale, maximum)."""
         total, maximum = state
         thread, _, _ = cute.arch.thread_idx()
-        seed = (share.seed_tile + stage) * TILE + thread % TILE
+        seed = share.seed_tile * TILE + thread % TILE
         if seed < self.spec.num_seeds:
             index = (Int64(work.segment) * self.spec.num_heads + share.head) * self.spec.num_seeds + seed
             exponent = Int32(total.bitcast(Uint32) >> 23) - 127 - self.p_scale_log2
@@ -706,6 +740,17 @@ class AttentionForward:
 def finite(maximum: Float32) -> Float32:
     """The maximum, 0 where there is none."""
     return Float32(0.0) if maximum == -Float32.inf else maximum
+
+
+@cute.jit
+def mask_scores(place: cute.Pointer, count: Int32):
+    """−∞ in tensor memory behind the first `count` scores of a row."""
+    for first in cutlass.range_constexpr(0, TILE, CHUNK):
+        if count < first + CHUNK:
+            values = load_row(place + first, CHUNK)
+            mask_behind(values, count - first, -math.inf)
+            store_row(place + first, values)
+    cute.arch.fence_view_async_tmem_store()
 
 
 @cute.jit

@@ -1,13 +1,12 @@
 """What the attention forward is asked for, and how it is laid out on Blackwell. No kernel language here.
 
-A CTA works on one head and on up to 256 seeds, two tiles of 128 ("stages"), against the events of many segments, one
-KV tile of 128 events at a time. Tensor memory, 512 columns:
+A CTA works on one head and on 128 seeds, against the events of many segments, one KV tile of 128 events at a time.
+Tensor memory, 488 of 512 columns:
 
-    [0, 128) S0 · [128, 256) S1 · [256, 256 + D) O0 · [384, 384 + D) O1
+    [0, D) O · [128, 256) [256, 384) S(j) · [384, 416) [416, 448) P(j) · then scale tiles, four columns each:
+    [448, 456) [456, 464) of Q and K(j) · [464, 468) [468, 472) of P(j) · [472, 488) of V(j), four of them
 
-What a block of 128 columns S(i) holds beside the scores, once they are read:
-
-    [0, 32) P(i) · [32, 36) scales of P(i) · [36, 40) scales of V · [40, 48) scales of Q(1−i) and K, for S(1−i)
+j takes the buffers in turn.
 """
 
 import functools
@@ -20,16 +19,22 @@ from pma.layouts.scale_tiles import TILE_BYTES, TILE_ROWS
 from pma.numerics import AttentionNumerics
 
 TILE = TILE_ROWS  # seeds and events of a tile
-STAGES = 2  # seed tiles of a CTA
+PIECE = 64  # columns of O that are summed and rescaled at once
+BUFFERS = 2  # of scores, of weights and of their scales: KV tiles take them in turn
+SLOTS = 4  # of scales of V, and of maxima
 TENSOR_COLUMNS = 512
-SCORE_COLUMNS = TILE
 P_COLUMNS = TILE // 4  # four bytes to a column
 SCALE_COLUMNS = 4  # of one scale tile
-OUT_COLUMN = STAGES * SCORE_COLUMNS
+SCORE_COLUMN = TILE
+P_COLUMN = SCORE_COLUMN + BUFFERS * TILE
+QK_SCALE_COLUMN = P_COLUMN + BUFFERS * P_COLUMNS
+P_SCALE_COLUMN = QK_SCALE_COLUMN + BUFFERS * 2 * SCALE_COLUMNS
+V_SCALE_COLUMN = P_SCALE_COLUMN + BUFFERS * SCALE_COLUMNS
+END_COLUMN = V_SCALE_COLUMN + SLOTS * SCALE_COLUMNS
 HEAD_DIMS = (64, 128)
-BOOKKEEPING_BYTES = 8192  # barriers, row factors, the constant scales of P, alignment
-SOFTMAX_WARPS, CORRECTION_WARPS = 4 * STAGES, 4
-WARPS = 16  # softmax 0–7, correction 8–11, product 12, loads 13, two that make registers free
+BOOKKEEPING_BYTES = 10240  # barriers, what is known of rows, the scales of P, alignment
+SOFTMAX_WARPS, CORRECTION_WARPS = 4 * BUFFERS, 4
+WARPS = 16  # products 0 and 1, loads 2, one that makes registers free, correction 4–7, softmax 8–15
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,8 @@ class AttentionForwardSpec:
 
     @property
     def groups(self) -> int:
-        """Pairs of a head and a pair of seed tiles: each has CTAs of its own."""
-        return self.num_heads * -(-self.seed_tiles // STAGES)
+        """Pairs of a head and a seed tile: each has CTAs of its own."""
+        return self.num_heads * self.seed_tiles
 
     def why_unsupported(self) -> str | None:
         """None if the kernel serves the spec, else the reason, naming what came and what is allowed."""
@@ -74,14 +79,16 @@ class AttentionForwardSpec:
 
 @dataclass(frozen=True)
 class AttentionForwardConfig:
-    """kv_buffers: tiles of K and of V in flight, together · q_buffers: of the seeds, 2 where they change with the
-    segment · emulated: of 16 pairs of exponentials those that the FMA pipes compute · finds_maxima_in_loads: loads from
-    tensor memory give the maxima of 32 columns."""
+    """k_buffers, v_buffers: tiles in flight · q_buffers: of the seeds, 2 where they change with the segment · emulated:
+    of 16 pairs of exponentials those that the FMA pipes compute · finds_maxima_in_loads: loads from tensor memory give
+    the maxima of 32 columns · takes_turns: softmax's warpgroups issue their exponentials one after the other."""
 
-    kv_buffers: int
+    k_buffers: int
+    v_buffers: int
     q_buffers: int
     emulated: int
     finds_maxima_in_loads: bool
+    takes_turns: bool
 
     @property
     def threads(self) -> int:
@@ -90,18 +97,19 @@ class AttentionForwardConfig:
     def shared_bytes(self, spec: AttentionForwardSpec) -> int:
         """Upper bound of a CTA's shared memory."""
         tile = TILE * spec.head_dim + TILE_BYTES
-        return (self.kv_buffers + STAGES * self.q_buffers) * tile + BOOKKEEPING_BYTES
+        return (self.k_buffers + self.v_buffers + self.q_buffers) * tile + BOOKKEEPING_BYTES
 
 
 @functools.cache
 def choose_config(spec: AttentionForwardSpec, facts: DeviceFacts) -> AttentionForwardConfig:
-    """As many KV buffers as fit, up to 12.
+    """As many KV buffers as fit, up to 12, more of V, which is loaded with K and needed later.
 
     A seed tile and KV step takes 16,384 exponentials, 1,024 clocks of B200's unit, but 512 of GB300's, where nothing
     is emulated; a polynomial costs about 7 FMA slots of 128 a clock: 6 of 16 balance the two.
     """
     q_buffers = 1 if spec.is_shared else 2
     tile = TILE * spec.head_dim + TILE_BYTES
-    room = (facts.shared_bytes_per_block - BOOKKEEPING_BYTES) // tile - STAGES * q_buffers
+    room = min((facts.shared_bytes_per_block - BOOKKEEPING_BYTES) // tile - q_buffers, 12)
     is_sm103 = facts.arch == "sm_103a"
-    return AttentionForwardConfig(min(room, 12), q_buffers, 0 if is_sm103 else 6, is_sm103)
+    k_buffers = (room - 1) // 2
+    return AttentionForwardConfig(k_buffers, room - k_buffers, q_buffers, 0 if is_sm103 else 6, is_sm103, is_sm103)
