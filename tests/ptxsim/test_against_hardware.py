@@ -8,6 +8,7 @@ import numpy as np
 import ptx_kernels
 import pytest
 import torch
+import torture_kernel
 
 from ptxsim.forms import SPELLINGS, spelled
 from ptxsim.machine.tensor_map import TensorMap
@@ -191,3 +192,15 @@ def test_tensor_loads_with_our_own_tensor_maps(dims, box, start, swizzle):
         run(body, tensor_map.encode(), out, block=(128, 1, 1), shared_bytes=-(-size // 128) * 128 + 128)
         results.append(out)
     assert results[0].tolist() == results[1].tolist()
+
+
+def test_torture_kernel():
+    """TMA, mbarriers, swizzles, multicast, reductions and a cluster's exchanges: every word."""
+
+    def to_gpu(array: np.ndarray) -> tuple:
+        tensor, address = cuda_driver.address_on_gpu(array)
+        return tensor, address, lambda into: into.view(np.uint8).reshape(-1).__setitem__(..., tensor.cpu().numpy())
+
+    real, expected = torture_kernel.run(cuda_driver.run, to_gpu), torture_kernel.expected()
+    for name in ("out", "sums", "words"):
+        np.testing.assert_array_equal(getattr(real, name), getattr(expected, name), name)

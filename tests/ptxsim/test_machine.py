@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torture_kernel
 from ptx_kernels import kernel_text, run
 
 from ptxsim import Deadlock, Options
@@ -302,3 +303,19 @@ def test_a_tensor_map_that_the_kernel_changes(space):
     expected = sources[1].copy()
     expected[3:] = 0
     assert out.tolist() == expected.ravel().tolist()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_torture_kernel(seed):
+    """A kernel that also runs on hardware (test_against_hardware.py): exact, and nothing is found."""
+    grids = []
+
+    def runner(*arguments, **launch):
+        grids.append(run(*arguments, **launch))
+
+    to_address = lambda array: (array, array.ctypes.data, lambda into: None)  # noqa: E731
+    actual = torture_kernel.run(runner, to_address, options=checked((500, seed)))
+    expected = torture_kernel.expected()
+    for name in ("out", "sums", "words"):
+        np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name), name)
+    assert not list(grids[0].findings)
