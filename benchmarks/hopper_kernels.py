@@ -1,14 +1,18 @@
 """Times and clocks of kernels whose speed `ptxsim.timeline` predicts: what `ptxsim/timeline/measured.py` compares with.
 
     python -m benchmarks.hopper_kernels
+    ncu --clock-control none --profile-from-start off --metrics sm__cycles_active.avg,gpu__time_duration.sum \\
+        python -m benchmarks.hopper_kernels --once
 
 Each kernel runs without a pause for most of a second, so that power has settled the clock; the median of the launches
 of the second half counts, and the median of NVML's SM clock and power over that time. Appends to
-results/hopper_kernels.jsonl.
+results/hopper_kernels.jsonl. --once runs each kernel once where a profiler watches, which counts cycles: under load the
+clock that NVML tells is higher than what cycles and times say.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import importlib
 import statistics
@@ -136,7 +140,22 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield from memory_bound(1_000_000, 1024)
 
 
+def run_once() -> None:
+    for name, (call, work) in cases():
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+        print(name, work, flush=True)
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--once", action="store_true", help="each kernel once, for a profiler")
+    if parser.parse_args().once:
+        return run_once()
     rows = []
     for name, (call, work) in cases():
         row = {"case": name} | measure(call) | work

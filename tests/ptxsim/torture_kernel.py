@@ -52,7 +52,7 @@ SETUP = f"""
     fence.mbarrier_init.release.cluster;
     mbarrier.arrive.expect_tx.shared::cta.b64 %rd1, [%r1+{SENT}], {4 * CONSUMERS};
     mbarrier.arrive.expect_tx.shared::cta.b64 %rd1, [%r1+{COPIED}], {4 * CONSUMERS};
-    INITIALISED: barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+    INITIALISED: bar.warp.sync -1; barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
     mov.u32 %r10, 0; mov.u32 %r11, 0; mov.u32 %r12, 0;
     setp.lt.u32 %p11, %r2, {CONSUMERS}; @%p11 bra CONSUME;
 """
@@ -123,7 +123,7 @@ STORE = f"""
     sub.u32 %r42, %r42, {TILE_BYTES // 2}; mov.u32 %r40, 24; mov.u32 %r41, -2;
     {_BOX.format(kind=".reduce", sum=".add.tile", map="%rd23")}
     cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 1; cp.async.bulk.wait_group 0;
-    STORED:
+    STORED: bar.warp.sync -1;
 """
 
 EXCHANGE_WORDS = f"""
@@ -143,13 +143,13 @@ EXCHANGE_WORDS = f"""
     add.s64 %rd24, %rd20, 1024;
     cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%rd24], [%r56], 512;
     cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
-    SENT_ALL:
+    SENT_ALL: bar.warp.sync -1;
     add.u32 %r54, %r1, {COPIED};
     {wait("COPIED_WAIT", "%r54", "0")}
     ld.shared.u32 %r55, [%r50+{EXCHANGE + 1024}];
     mad.lo.u32 %r59, %r3, {CONSUMERS}, %r2; mul.wide.u32 %rd25, %r59, 4; add.s64 %rd25, %rd20, %rd25;
     st.global.u32 [%rd25], %r55;
-    JOIN: barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned; ret;
+    JOIN: bar.warp.sync -1; barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned; ret;
 """
 BODY = SETUP + PRODUCE + CONSUME + STORE + EXCHANGE_WORDS
 
