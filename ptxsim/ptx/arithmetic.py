@@ -276,6 +276,9 @@ def _convert_pair(to: str, modifiers: set[str]) -> str | None:
     """Two floats into one register; the first source goes to the high half."""
     if to in ("bf16x2", "f16x2"):
         helper = "F2BF" if to == "bf16x2" else "F2HF"
+        if "satfinite" in modifiers:
+            greatest = {"bf16x2": "3.38953139e38f", "f16x2": "65504.0f"}[to]
+            return f"(({helper}(within(F(a),{greatest}))<<16)|{helper}(within(F(b),{greatest})))"
         return f"(({helper}(F(a))<<16)|{helper}(F(b)))"
     helpers = {"ue8m0x2": "F2E8_UP" if "rp" in modifiers else "F2E8_DOWN"}
     helper = helpers.get(to, f"F2{to[:4].upper()}")

@@ -17,7 +17,7 @@ STAGES, TILES = 3, 10
 COLUMNS, HALF_ROWS = 32, 8  # words of a row (128 bytes), rows that one CTA loads of a tile
 TILE_ROWS = 2 * HALF_ROWS
 FIRST_ROW = -5  # of the first tile: above the tensor, as the last is below
-IN_ROWS, OUT_SHAPE, SUMS_SHAPE = 140, (24, 48), (20, 32)
+IN_ROWS, OUT_SHAPE, SUMS_SHAPE = 140, (24, 56), (20, 32)
 HALF_BYTES, TILE_BYTES = HALF_ROWS * COLUMNS * 4, TILE_ROWS * COLUMNS * 4
 STAGING, EXCHANGE, BARRIERS = STAGES * TILE_BYTES, (STAGES + 2) * TILE_BYTES, (STAGES + 3) * TILE_BYTES
 FULL, EMPTY, SENT, COPIED = (BARRIERS + 8 * i for i in (0, STAGES, 2 * STAGES, 2 * STAGES + 1))
@@ -113,14 +113,14 @@ STORE = f"""
     {_STAGE}
     fence.proxy.async.shared::cta; bar.sync 1, {CONSUMERS};
     @%p10 bra STORED;
-    mul.lo.u32 %r40, %r3, 32; sub.u32 %r40, %r40, 8; mul.lo.u32 %r41, %r3, 12; sub.u32 %r41, %r41, 3;
+    mul.lo.u32 %r40, %r3, 32; add.u32 %r40, %r40, 4; mul.lo.u32 %r41, %r3, 12;
     add.u32 %r42, %r1, {STAGING};
     {_BOX.format(kind="", sum=".tile", map="%rd22")}
     add.u32 %r40, %r40, 16; add.u32 %r42, %r42, {TILE_BYTES // 2};
     {_BOX.format(kind="", sum=".tile", map="%rd22")}
     cp.async.bulk.commit_group; mov.u32 %r40, 4; mov.u32 %r41, 7;
     {_BOX.format(kind=".reduce", sum=".add.tile", map="%rd23")}
-    sub.u32 %r42, %r42, {TILE_BYTES // 2}; mov.u32 %r40, 24; mov.u32 %r41, -2;
+    sub.u32 %r42, %r42, {TILE_BYTES // 2}; mov.u32 %r40, 24; mov.u32 %r41, 0;
     {_BOX.format(kind=".reduce", sum=".add.tile", map="%rd23")}
     cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 1; cp.async.bulk.wait_group 0;
     STORED: bar.warp.sync -1;
@@ -156,7 +156,7 @@ BODY = SETUP + PRODUCE + CONSUME + STORE + EXCHANGE_WORDS
 
 @dataclass
 class Result:
-    out: np.ndarray  # uint32 [24, 48]
+    out: np.ndarray  # uint32 [24, 56]
     sums: np.ndarray  # uint32 [20, 32]
     words: np.ndarray  # uint32 [384]: what each CTA received, and the sum of what both sent
 
@@ -203,8 +203,8 @@ def expected() -> Result:
     for rank in range(2):
         for half in range(2):
             values = tile[:, 16 * half : 16 * half + 16]
-            box(out, values, 32 * rank - 8 + 16 * half, 12 * rank - 3, adds=False)
-            box(sums, values, *((24, -2), (4, 7))[half], adds=True)
+            box(out, values, 32 * rank + 4 + 16 * half, 12 * rank, adds=False)
+            box(sums, values, *((24, 0), (4, 7))[half], adds=True)
         sent = first + np.uint32(rank) + second  # by CTA 1 - rank, from what this one sent it
         words[CONSUMERS * rank : CONSUMERS * (rank + 1)] = sent
         words[2 * CONSUMERS :] += sent
