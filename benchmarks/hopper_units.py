@@ -78,6 +78,7 @@ bar.sync 0;
 mov.u64 %g0, %globaltimer;
 mov.u64 %t0, %clock64;
 LOOP:
+.pragma "nounroll";
 {kernel.body}
 add.u32 %i, %i, 1;
 setp.lt.u32 %p0, %i, %n;
