@@ -541,7 +541,7 @@ def exponents(values: np.ndarray, least: int) -> np.ndarray:
 
 
 def cut_sum(a: np.ndarray, b: np.ndarray, d: np.ndarray, names: tuple[str, str]) -> np.ndarray:
-    """A Bᵀ + D with each term cut behind the largest exponent, and the sum behind its own, in whole numbers of a unit."""
+    """A Bᵀ + D with each term cut behind the largest exponent, and the sum behind its own."""
     fraction, kept = (13, 13) if formats.ELEMENT_BYTES[names[0]] == 1 else (25, 23)
     least = {"e4m3": -6, "e5m2": -14, "f16": -14}
     of_a, of_b = (exponents(x, least.get(name, -126)) for x, name in zip((a, b), names, strict=True))
@@ -551,7 +551,7 @@ def cut_sum(a: np.ndarray, b: np.ndarray, d: np.ndarray, names: tuple[str, str])
     total = np.trunc(terms / unit[..., None]).sum(-1) * unit
     if d.dtype == np.float16:
         return total.astype(np.float16)
-    step = np.exp2(exponents(total, -1000) - kept)
+    step = np.exp2(np.maximum(exponents(total, -1000), -999.0) - kept)
     return (np.trunc(total / step) * step).astype(np.float32)
 
 
