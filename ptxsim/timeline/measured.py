@@ -64,12 +64,12 @@ class Stream:
 
 
 FIGURES: tuple[Products | Stream, ...] = (
-    Products("flash_forward_h200", 2_409_820, 4.0 * 2 * 16 * 8192**2 * 128),
-    Products("flash_backward_h200", 6_495_407, 10.0 * 2 * 16 * 8192**2 * 128),
-    Products("gemm_h200", 2_071_012, 2.0 * 8192**3),
-    Stream("rmsnorm_h200", 1_472_899, 2_000_000, 4 * 384 + 4, traced_rows=4, residents=16),
-    Stream("rmsnorm_quantize_h200", 1_115_489, 2_000_000, (3 + 1 / 1024) * 384 + 4, traced_rows=2048, residents=2),
-    Stream("rmsnorm_backward_h200", 2_402_411, 2_000_000, (7 + 1 / 1024) * 384 + 4, traced_rows=2048, residents=2),
+    Products("flash_forward_h200", 19_230_028, 4.0 * 16 * 16 * 8192**2 * 128),
+    Products("flash_backward_h200", 51_886_589, 10.0 * 16 * 16 * 8192**2 * 128),
+    Products("gemm_h200", 2_070_936, 2.0 * 8192**3),
+    Stream("rmsnorm_h200", 2_923_831, 4_000_000, 4 * 384 + 4, traced_rows=4, residents=16),
+    Stream("rmsnorm_quantize_h200", 2_250_134, 4_000_000, (3 + 1 / 1024) * 384 + 4, traced_rows=2048, residents=2),
+    Stream("rmsnorm_backward_h200", 4_859_484, 4_000_000, (7 + 1 / 1024) * 384 + 4, traced_rows=2048, residents=2),
 )
 
 
