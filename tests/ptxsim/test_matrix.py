@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ptxsim.machine import formats
+from ptxsim.machine.aligned_products import LEAST_EXPONENT
 from ptxsim.machine.descriptors import InstructionDescriptor, SharedDescriptor, chunk_offsets, element_offsets
 from ptxsim.machine.matrix import (
     CtaMemory,
@@ -542,17 +543,14 @@ def exponents(values: np.ndarray, least: int) -> np.ndarray:
 
 def cut_sum(a: np.ndarray, b: np.ndarray, d: np.ndarray, names: tuple[str, str]) -> np.ndarray:
     """A Bᵀ + D with each term cut behind the largest exponent, and the sum behind its own."""
-    fraction, kept = (13, 13) if formats.ELEMENT_BYTES[names[0]] == 1 else (25, 23)
-    least = {"e4m3": -6, "e5m2": -14, "f16": -14}
-    of_a, of_b = (exponents(x, least.get(name, -126)) for x, name in zip((a, b), names, strict=True))
+    fraction, kept = (13, 13) if names[0] in ("e4m3", "e5m2") else (25, 23)
+    of_a, of_b = (exponents(x, LEAST_EXPONENT[name]) for x, name in zip((a, b), names, strict=True))
     terms = np.concatenate([a[:, None] * b[None], d[..., None].astype(float)], axis=-1)
     each = np.concatenate([of_a[:, None] + of_b[None], exponents(d, -126)[..., None]], axis=-1)
     unit = np.exp2(each.max(-1) - fraction)
     total = np.trunc(terms / unit[..., None]).sum(-1) * unit
-    if d.dtype == np.float16:
-        return total.astype(np.float16)
     step = np.exp2(np.maximum(exponents(total, -1000), -999.0) - kept)
-    return (np.trunc(total / step) * step).astype(np.float32)
+    return (np.trunc(total / step) * step if d.dtype == np.float32 else total).astype(d.dtype)
 
 
 @pytest.mark.parametrize("case", WGMMA_CASES)
@@ -578,8 +576,8 @@ def test_wgmma(case: tuple[str, str, str, bool, bool], n: int, a_in_registers: b
     d = registers_of(old, wgmma_accumulator_layout(n))
     kept = d.copy()
     result, footprint = wgmma(product, a, Stage.B, d, shared)
-    rows = formats.decode(a_format, a_codes) * (-1.0 if n == 96 else 1.0)
-    expected = cut_sum(rows, formats.decode(b_format, b_codes), old, (a_format, b_format))
+    rows, columns = formats.decode(a_format, a_codes), formats.decode(b_format, b_codes)
+    expected = cut_sum(-rows if n == 96 else rows, columns, old, (a_format, b_format))
     np.testing.assert_array_equal(result, registers_of(expected, wgmma_accumulator_layout(n)))
     np.testing.assert_array_equal(d, kept)
     offsets = np.concatenate([access.offsets for access in footprint.shared_reads])

@@ -39,6 +39,7 @@ except machine_code.ToolMissing as error:
 
 LOAD_BOUND = Ring(stages=4, tile_bytes=16384, n=64)
 PRODUCT_BOUND = Ring(stages=4, tile_bytes=4096, n=128)
+SLOW_LOADS = {"load_rate": 64.0, "load_latency": 800.0, "latency_sync": 20.0}  # with which loads bind LOAD_BOUND
 MOST_TIME = 0.05  # that a bound unit may be idle in a steady state
 GOAL = 0.15  # mean absolute error of predictions
 
@@ -199,8 +200,8 @@ def test_a_scheduler_issues_one_instruction_a_cycle() -> None:
 
 
 def test_the_bound_unit_sets_the_step() -> None:
-    rate, products = load_chip("h200")["load_rate"], load_chip("h200")["tensor_rate_16bit"]
-    deep = analysis(replace(LOAD_BOUND, stages=8))
+    rate, products = SLOW_LOADS["load_rate"], load_chip("h200")["tensor_rate_16bit"]
+    deep = analysis(replace(LOAD_BOUND, stages=8), **SLOW_LOADS)
     assert deep.step_cycles * PRODUCTS == pytest.approx(LOAD_BOUND.tile_bytes / rate, rel=MOST_TIME)
     assert deep.occupancy()["TMA loads"] > 1 - MOST_TIME
     gemm = quack.bf16_gemm(256, 256, 2048, (256, 256), (2, 1), num_sms=2, timeline=True)
@@ -231,7 +232,7 @@ def test_a_trace_that_lacks_an_arrival_is_stuck() -> None:
 
 def test_a_pipeline_too_shallow_shows() -> None:
     """One stage instead of four: the products wait for loads, and the step takes several times as long."""
-    deep, shallow = analysis(LOAD_BOUND), analysis(replace(LOAD_BOUND, stages=1))
+    deep, shallow = (analysis(replace(LOAD_BOUND, stages=stages), **SLOW_LOADS) for stages in (4, 1))
     assert shallow.step_cycles > 2 * deep.step_cycles
     row = next(row for row in shallow.waits() if row.warps == {0, 1, 2, 3})
     assert "mbarrier.try_wait" in row.where and row.barrier == 0x400  # the only full barrier
@@ -337,7 +338,7 @@ def test_bands_hold_their_draws_and_repeat() -> None:
 
 
 def test_what_if_names_the_bound() -> None:
-    answers = study.what_if(timeline(replace(LOAD_BOUND, stages=8, n=8)), load_chip("h200"))
+    answers = study.what_if(timeline(replace(LOAD_BOUND, stages=8, n=8)), load_chip("h200").changed(**SLOW_LOADS))
     slower = max(answers, key=answers.__getitem__)
     assert slower == "loads at three quarters of the rate" and answers[slower] > 1.25
 
