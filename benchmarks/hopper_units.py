@@ -78,6 +78,7 @@ bar.sync 0;
 mov.u64 %g0, %globaltimer;
 mov.u64 %t0, %clock64;
 LOOP:
+.pragma "nounroll";
 {kernel.body}
 add.u32 %i, %i, 1;
 setp.lt.u32 %p0, %i, %n;
@@ -296,6 +297,35 @@ def products() -> Iterator[Kernel]:
             )  # fmt: skip
 
 
+def contention() -> Iterator[Kernel]:
+    """Sixteen products of one warpgroup, 1,024 cycles, beside arithmetic of another: does either wait for registers?"""
+    keep = "".join(_keep(register) for register in ("%r5", *(f"%x{8 + i}" for i in range(CHAINS))))
+    loads = "\n".join(f"ld.global.b32 %x{8 + i}, [%data+{4 * i}];" for i in range(CHAINS + 1))
+    for name, cycles in (("FFMA", 1), ("FMNMX", 2), ("MUFU.EX2", 8)):
+        form = ARITHMETIC[name][0]
+        for total in (0, 896, 1536):
+            rows = [form.format(x=f"%x{8 + i % CHAINS}", y=f"%x{9 + i % CHAINS}") for i in range(total // cycles)]
+            for in_registers in (False, True):
+                source = "RS" if in_registers else "SS"
+                products = _product(128, "bf16", in_registers) * 16
+                body = f"""
+setp.lt.u32 %p6, %warp, 4;
+@!%p6 bra OTHER;
+wgmma.fence.sync.aligned;
+{products}
+wgmma.commit_group.sync.aligned;
+wgmma.wait_group.sync.aligned 0;
+bra JOIN;
+OTHER:
+{chr(10).join(rows)}
+JOIN:
+"""
+                yield Kernel(
+                    f"16 wgmma {source} beside {total} cycles of {name}", body, 1, 256, _product_setup(128) + loads,
+                    "\nmov.b32 %r5, %d0;" + keep, "", "16 products",
+                )  # fmt: skip
+
+
 def clocks() -> Iterator[Kernel]:
     """Products on every SM for long enough that the power limit acts; cycles over nanoseconds is the clock."""
     for kind in ("bf16", "e4m3"):
@@ -308,7 +338,7 @@ def clocks() -> Iterator[Kernel]:
 
 
 def kernels() -> list[Kernel]:
-    return [*arithmetic(), *shared_memory(), *barriers(), *copies(), *products(), *clocks()]
+    return [*arithmetic(), *shared_memory(), *barriers(), *copies(), *products(), *contention(), *clocks()]
 
 
 # --------------------------------------------------------------------------------------------------------- running

@@ -49,7 +49,7 @@ FAULTS = (
 UNWRITTEN_REGISTER = 4
 MAX_PENDING = 127  # tcgen05.ld of a warp under way
 HAS_ARRIVED = 128  # beside the number of a load whose values are there
-SPACES = ("global", "shared", "local")  # that an instruction names; global stands for generic, too
+SPACES = ("generic", "shared", "local", "global")  # that an instruction names
 LOCAL_BASE = 1 << 28  # generic address of local memory: each lane sees its own there
 
 

@@ -51,6 +51,10 @@ static inline uint64_t F2HF(float value) {
 
 static inline float FTZ(float value) { return fabsf(value) < 1.17549435e-38f ? copysignf(0.0f, value) : value; }
 
+static inline float within(float value, float greatest) {  // NaN stays
+  return value > greatest ? greatest : value < -greatest ? -greatest : value;
+}
+
 static inline float saturate(float value) { return !(value > 0.0f) ? 0.0f : (value > 1.0f ? 1.0f : value); }
 
 // ---- add, sub, mul, fma with the rounding modes rn, rz, rm, rp. The directed modes take the rounded double result and

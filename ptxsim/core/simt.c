@@ -51,7 +51,7 @@ typedef struct {
 } Context;
 
 enum { OUT_OF_BUDGET, SYSTEM, EXITED, BLOCKED, FAULT, TOUCHED, RESERVED };
-enum { GLOBAL, SHARED, LOCAL };
+enum { GENERIC, SHARED, LOCAL, GLOBAL };
 enum { NO_FAULT, OUTSIDE_SHARED, NULL_ADDRESS, OUTSIDE_GLOBAL, UNWRITTEN_REGISTER, MISALIGNED, BAD_OPCODE, OUTSIDE_LOCAL };
 enum {
   OP_SYSTEM, OP_BRANCH, OP_RETURN, OP_LOAD, OP_STORE, OP_PACK, OP_UNPACK, OP_SHUFFLE, OP_BALLOT, OP_ALL, OP_ANY,
@@ -59,8 +59,9 @@ enum {
 };
 #define RANK_SHIFT 24
 #define SLOTS 12
-#define SHARED_LIMIT (1u << 28)
-#define LOCAL_LIMIT (1u << 29)  // local memory begins at SHARED_LIMIT, in its own and in the generic space
+#define SHARED_LIMIT (1u << 28)  // local memory begins here, in its own and in the generic space
+#define LOCAL_WINDOW (1u << 18)
+#define WINDOW_MASK 0xfc0000u  // offsets in a window are less than 256 KiB
 #define ALL_LANES 0xffffffffu
 #define HAS_ARRIVED 128  // in `pending`: the values are there, but nothing has waited for them
 
@@ -209,25 +210,31 @@ static void mark_written(Warp* w, const Instruction* i, const uint64_t* register
 
 // ---- memory
 
+// Generic addresses of shared memory are shared addresses. The host's own may be as low, but seldom in a window.
+static int in_shared(int space, uint64_t address) {
+  return space == SHARED || (space == GENERIC && address < SHARED_LIMIT && !(address & WINDOW_MASK));
+}
+
 static uint8_t* resolve(Context* x, Warp* w, int space, uint64_t address, int bytes, int lane) {
   if (address & (bytes - 1)) {
     fail(w, MISALIGNED, address);
     return 0;
   }
-  if (space == LOCAL || (space == GLOBAL && address >= SHARED_LIMIT && address < LOCAL_LIMIT)) {
-    uint64_t offset = address - SHARED_LIMIT;
+  uint64_t offset = address - SHARED_LIMIT;
+  if (space == LOCAL || (space == GENERIC && w->local_size && offset < LOCAL_WINDOW)) {
     if (offset >= w->local_size || offset + bytes > w->local_size) {
       fail(w, OUTSIDE_LOCAL, address);
       return 0;
     }
     return w->local + lane * w->local_size + offset;
   }
-  if (space == SHARED || address < SHARED_LIMIT) {  // generic addresses of shared memory are shared addresses
-    uint32_t rank = (address >> RANK_SHIFT) & 15, offset = address & ((1u << RANK_SHIFT) - 1);
-    if (address < 1024 && space != SHARED) {
-      fail(w, NULL_ADDRESS, address);
-      return 0;
-    }
+  if (address < 1024 && space != SHARED) {
+    fail(w, NULL_ADDRESS, address);
+    return 0;
+  }
+  if (in_shared(space, address)) {
+    uint32_t rank = (address >> RANK_SHIFT) & 15;
+    offset = address & ((1u << RANK_SHIFT) - 1);
     if (address >= SHARED_LIMIT || !x->shared[rank] || offset + bytes > x->shared_size) {
       fail(w, OUTSIDE_SHARED, address);
       return 0;
@@ -249,8 +256,8 @@ static uint8_t* resolve(Context* x, Warp* w, int space, uint64_t address, int by
   return (uint8_t*)address;
 }
 
-static void log_access(Context* x, const Warp* w, uint64_t address, uint32_t bytes, int lane, int is_store) {
-  if (!x->log || address >= SHARED_LIMIT) return;
+static void log_access(Context* x, const Warp* w, int space, uint64_t address, uint32_t bytes, int lane, int is_store) {
+  if (!x->log || !in_shared(space, address)) return;
   Access* access = &x->log[x->log_count++];
   access->instruction = w->at;
   access->address = (uint32_t)address;
@@ -273,7 +280,7 @@ static int load(Warp* w, const Instruction* i, uint64_t* registers, Context* x, 
     if (i->space == SHARED) address = (uint32_t)address;
     uint8_t* source = resolve(x, w, i->space, address, bytes, l);
     if (!source) return FAULT;
-    log_access(x, w, address, bytes, l, 0);
+    log_access(x, w, i->space, address, bytes, l, 0);
     for (int k = 0; k < i->count; k++) {
       uint64_t value = 0;
       memcpy(&value, source + k * i->element_bytes, i->element_bytes);
@@ -292,7 +299,7 @@ static int store(Warp* w, const Instruction* i, uint64_t* registers, Context* x,
     if (i->space == SHARED) address = (uint32_t)address;
     uint8_t* target = resolve(x, w, i->space, address, bytes, l);
     if (!target) return FAULT;
-    log_access(x, w, address, bytes, l, 1);
+    log_access(x, w, i->space, address, bytes, l, 1);
     for (int k = 0; k < i->count; k++) memcpy(target + k * i->element_bytes, &REGISTER(i->vector[k])[l], i->element_bytes);
   }
   return 0;

@@ -7,6 +7,12 @@ to the system, as on hardware, which makes 0 no valid address.
 RANK_SHIFT = 24
 SYSTEM_BYTES = 1024
 MAX_CTAS = 16
+WINDOW_BYTES = 1 << 18  # more than a CTA can have
+
+
+def is_shared(address: int) -> bool:
+    """Whether a generic address is one of shared memory: host memory may lie as low, but seldom in a CTA's window."""
+    return address < MAX_CTAS << RANK_SHIFT and offset_of(address) < WINDOW_BYTES
 
 
 def rank_of(address: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptxsim.machine.addresses import offset_of, rank_of
+from ptxsim.machine.addresses import is_shared, offset_of, rank_of
 from ptxsim.machine.cluster import MachineFault
 from ptxsim.machine.operands import Operands, lanes_in
 from ptxsim.machine.tma import global_view
@@ -17,7 +17,6 @@ TYPES = {
     "b64": np.uint64, "f64": np.float64,
 }  # fmt: skip
 HALVES = {"f16x2": np.float16}
-SHARED_LIMIT = 1 << 28
 
 
 def decode_atomic(instruction: Instruction, operands: Operands) -> Handler:
@@ -32,6 +31,7 @@ def decode_atomic(instruction: Instruction, operands: Operands) -> Handler:
     address, value = operands.global_address(texts[0]), operands.wide(texts[1])
     swap = operands.wide(texts[2]) if operation == "cas" else None
     kind = np.dtype(TYPES[words[-1]])
+    names_shared, names_global = any(word.startswith("shared") for word in words), "global" in words
     bits, compute = np.dtype(f"u{kind.itemsize}"), _OPERATIONS[operation]
 
     def typed(raw: int) -> np.generic:
@@ -42,12 +42,12 @@ def decode_atomic(instruction: Instruction, operands: Operands) -> Handler:
         cluster.activity += 1
         for lane in lanes_in(lanes):
             place = address(warp, lane)
-            is_shared = place < SHARED_LIMIT
-            cell = (cluster.shared_bytes if is_shared else global_view)(place, kind.itemsize).view(kind)
+            in_shared = names_shared or (not names_global and is_shared(place))
+            cell = (cluster.shared_bytes if in_shared else global_view)(place, kind.itemsize).view(kind)
             old = cell[0].copy()
             with np.errstate(over="ignore", invalid="ignore"):
                 cell[0] = compute(old, typed(value(warp, lane)), typed(swap(warp, lane)) if swap else None)
-            if is_shared:
+            if in_shared:
                 cluster.monitor.shared_atomic(warp, rank_of(place), offset_of(place), kind.itemsize)
             if target is not None:
                 warp.registers[target, lane] = int(np.array([old]).view(bits)[0])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import numpy as np
-
 from ptxsim.machine.addresses import in_cta, offset_of, rank_of
+from ptxsim.machine.atomics import TYPES
 from ptxsim.machine.barriers import Wait
 from ptxsim.machine.operands import Operand, Operands, issuing_lanes, lanes_in
 from ptxsim.machine.tma import global_view, load_box, store_box
@@ -150,8 +149,9 @@ def _bulk_store(instruction: Instruction, operands: Operands) -> Handler:
         operands.value(texts[2]),
     )
     is_reduction = words[1] == "reduce"
-    if is_reduction and words[-2:] != ["add", "f32"]:
+    if is_reduction and (words[-2] != "add" or words[-1] not in TYPES):
         raise Unsupported(instruction.opcode)
+    number = TYPES[words[-1]] if is_reduction else None
 
     def handler(warp: Warp, lanes: int) -> None:
         cluster = warp.cta.cluster
@@ -162,8 +162,8 @@ def _bulk_store(instruction: Instruction, operands: Operands) -> Handler:
             def copy(operation: Any, place=place, origin=origin, count=count) -> None:
                 data, memory = cluster.shared_bytes(origin, count), global_view(place, count)
                 operation.shared_read(rank_of(origin), offset_of(origin), count)
-                if is_reduction:
-                    memory.view(np.float32)[...] += data.view(np.float32)
+                if number is not None:
+                    memory.view(number)[...] += data.view(number)
                 else:
                     memory[...] = data
 

@@ -1,7 +1,8 @@
 """Products of the tensor cores on numpy arrays: tcgen05.mma and wgmma.mma_async.
 
-Numerically right, not bit-exact: elements and scale factors are exact in float64, products are summed in float64, and
-the result is rounded once to the accumulator's type. Hardware sums with fewer bits, in an order that is not documented.
+tcgen05.mma is numerically right, not bit-exact: elements and scale factors are exact in float64, products are summed in
+float64, and the result is rounded once to the accumulator's type; what Blackwell does is not documented. wgmma gives an
+H200's bits (`aligned_products.py`).
 
 Tensor memory of a CTA is uint32 [128 lanes, 512 columns]; an address is lane << 16 | column. Where the rows of D (and
 of an A in tensor memory) lie, for the M of the instruction (PTX ISA: "Data path layout organization"; N = measured by
@@ -35,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ptxsim.machine import formats
+from ptxsim.machine.aligned_products import aligned_product
 from ptxsim.machine.descriptors import (
     InstructionDescriptor,
     Offsets,
@@ -456,14 +458,11 @@ def wgmma(
         rows = formats.decode(product.a_format, _operand_from_registers(a, size))
     columns = _from_shared(product.b_format, shared, b, product.n, product.mn_major_b)
     number = np.dtype(np.float32 if product.d_format == "f32" else np.float16)
-    with np.errstate(over="ignore", invalid="ignore"):
-        result = rows @ columns.T
-        if product.negate_a != product.negate_b:
-            np.negative(result, out=result)
-        if product.accumulate:
-            result += accumulator_from_registers(d, number)
-        registers = accumulator_to_registers(result.astype(number))
-    return registers, Footprint(tuple(reads), (), ())
+    if product.negate_a != product.negate_b:
+        rows = -rows
+    accumulator = accumulator_from_registers(d, number) if product.accumulate else np.zeros((64, product.n), number)
+    result = aligned_product(rows, columns, accumulator, (product.a_format, product.b_format, product.d_format))
+    return accumulator_to_registers(result), Footprint(tuple(reads), (), ())
 
 
 # Rows 16 w + 8 h + g and, for D, columns 8 c + 2 t + p belong to lane 4 g + t of warp w: the fragments are the matrix

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptxsim.machine.addresses import offset_of, rank_of
+from ptxsim.machine.addresses import is_shared, offset_of, rank_of
 from ptxsim.machine.cluster import Cluster
 from ptxsim.machine.operands import Operands, first_lane
 from ptxsim.machine.tensor_map import TensorMap
@@ -14,7 +14,6 @@ from ptxsim.ptx.parse import Instruction
 from ptxsim.ptx.program import Handler, Unsupported
 
 MAP_BYTES = 128
-SHARED_LIMIT = 1 << 28  # generic addresses below are shared addresses
 
 
 def decode_tensor_map_update(instruction: Instruction, operands: Operands) -> Handler:
@@ -40,7 +39,7 @@ def _replace(instruction: Instruction, operands: Operands) -> Handler:
         memory = _map_bytes(cluster, place)
         updated = TensorMap.decode(memory.tobytes()).replace(field, ordinal, value(warp, lane) & mask)
         memory[...] = bytearray(updated.encode())
-        if place < SHARED_LIMIT:
+        if is_shared(place):
             cluster.monitor.shared_write(warp, rank_of(place), offset_of(place), MAP_BYTES)
 
     return handler
@@ -61,4 +60,4 @@ def _publish(instruction: Instruction, operands: Operands) -> Handler:
 
 def _map_bytes(cluster: Cluster, address: int) -> np.ndarray:
     """uint8 [128], writable."""
-    return cluster.shared_bytes(address, MAP_BYTES) if address < SHARED_LIMIT else global_view(address, MAP_BYTES)
+    return cluster.shared_bytes(address, MAP_BYTES) if is_shared(address) else global_view(address, MAP_BYTES)

@@ -50,7 +50,8 @@ def _strided_view(address: int, shape: tuple[int, ...], strides: tuple[int, ...]
 def load_box(tensor: TensorMap, coordinates: Sequence[int], shared: Bytes, offset: int) -> None:
     """Copies the box at the coordinates from global to shared memory.
 
-    coordinates: element indices of the box's first element, dimension 0 first, any sign.
+    coordinates: element indices of the box's first element, dimension 0 first, any sign; that of dimension 0 names a
+    multiple of 16 bytes.
     shared: uint8 [size], index = shared address. offset: where the box starts, a multiple of 128.
     """
     _check(tensor, coordinates, shared, offset)
@@ -78,9 +79,13 @@ def store_box(
     """Copies the in-bounds part of a box from shared to global memory, or combines it with what is there.
 
     reduction: None or the .redOp of cp.reduce.async.bulk.tensor ("add", "min", "max", "and", "or", "xor", "inc",
-    "dec"), applied with the map's element type. The rest as in `load_box`.
+    "dec"), applied with the map's element type. The rest as in `load_box`, but that no coordinate is negative.
     """
     _check(tensor, coordinates, shared, offset)
+    if min(coordinates) < 0:
+        raise ValueError(
+            f"tensor store at {list(coordinates)}: a negative coordinate is an illegal instruction on an H200"
+        )
     window = _window(tensor, coordinates)
     if reduction is not None:
         reduce = _reduction(tensor.element, reduction)
@@ -120,6 +125,11 @@ def _check(tensor: TensorMap, coordinates: Sequence[int], shared: Bytes, offset:
         raise ValueError(f"{len(coordinates)} coordinates for a tensor map of rank {tensor.rank}")
     if offset % SHARED_ALIGNMENT:
         raise ValueError(f"shared address {offset:#x} of a tensor copy is not a multiple of {SHARED_ALIGNMENT}")
+    if coordinates[0] * tensor.element_bytes % CHUNK:
+        raise ValueError(
+            f"tensor copy at {list(coordinates)}: coordinate 0 is {coordinates[0] * tensor.element_bytes} bytes from "
+            f"the tensor's start, not a multiple of {CHUNK}: an illegal instruction on an H200"
+        )
     inner = tensor.box[0] * tensor.element_bytes
     if inner % CHUNK:
         raise ValueError(f"tensor map: the box's inner dimension has {inner} bytes, not a multiple of {CHUNK}")

@@ -132,6 +132,8 @@ def _float(words: list[str], num_sources: int) -> str | None:
             sources = [f"fabsf({source})" for source in sources]
         value = f"{name}({sources[0]},{sources[1]})"
         return f"UF({name}({value},{sources[2]}))" if num_sources == 3 else f"UF({value})"
+    if base in ("abs", "neg") and "ftz" in words:
+        return f"UF({'fabsf(' if base == 'abs' else '(-'}{sources[0]}))"
     if base == "abs":
         return "(a&0x7fffffffull)"
     if base == "neg":
@@ -188,6 +190,7 @@ def _integer(words: list[str]) -> str | None:
     base, kind = words[0], words[-1]
     width, signed, unsigned = int(kind[1:]), f"int{kind[1:]}_t", f"uint{kind[1:]}_t"
     typed = signed if kind[0] == "s" else unsigned
+    zero, minus_one = f"({unsigned})b==0", f"({signed})b==-1" if kind[0] == "s" else "0"  # quotients that C leaves open
     if base in ("add", "sub"):
         return f"(uint64_t)({unsigned})(a{'+' if base == 'add' else '-'}b)"
     if base in BITWISE:
@@ -203,8 +206,8 @@ def _integer(words: list[str]) -> str | None:
         "not": f"(uint64_t)({unsigned})(~a)",
         "neg": f"(uint64_t)({unsigned})(0-a)",
         "abs": f"(uint64_t)({unsigned})(({signed})a<0?0-a:a)",
-        "div": f"(uint64_t)({unsigned})(({unsigned})b==0?({typed})-1:({typed})a/({typed})b)",
-        "rem": f"(uint64_t)({unsigned})(({unsigned})b==0?({typed})a:({typed})a%({typed})b)",
+        "div": f"(uint64_t)({unsigned})({zero}?-1:{minus_one}?0-a:({typed})a/({typed})b)",
+        "rem": f"(uint64_t)({unsigned})({zero}?a:{minus_one}?0:({typed})a%({typed})b)",
         "popc": f"(uint64_t)__builtin_popcountll(({unsigned})a)",
         "clz": f"(uint64_t)(({unsigned})a==0?{width}:__builtin_clzll(({unsigned})a)-{64 - width})",
         "bfind": f"(uint64_t)(uint32_t)(({unsigned})a==0?-1:63-__builtin_clzll(({unsigned})a))"
@@ -273,6 +276,9 @@ def _convert_pair(to: str, modifiers: set[str]) -> str | None:
     """Two floats into one register; the first source goes to the high half."""
     if to in ("bf16x2", "f16x2"):
         helper = "F2BF" if to == "bf16x2" else "F2HF"
+        if "satfinite" in modifiers:
+            greatest = {"bf16x2": "3.38953139e38f", "f16x2": "65504.0f"}[to]
+            return f"(({helper}(within(F(a),{greatest}))<<16)|{helper}(within(F(b),{greatest})))"
         return f"(({helper}(F(a))<<16)|{helper}(F(b)))"
     helpers = {"ue8m0x2": "F2E8_UP" if "rp" in modifiers else "F2E8_DOWN"}
     helper = helpers.get(to, f"F2{to[:4].upper()}")

@@ -177,7 +177,8 @@ class Program:
         row["op"] = OPCODE["LOAD" if is_load else "STORE"]
         row["a"], row["immediate"] = self.address(address)
         row["count"], row["element_bytes"], row["is_signed"] = len(registers), element_bytes, words[-1][0] == "s"
-        row["space"] = binding.SPACES.index(next((space for space in spaces if space in binding.SPACES), "global"))
+        named = ("global" if space == "param" else space for space in spaces)
+        row["space"] = binding.SPACES.index(next((space for space in named if space in binding.SPACES), "generic"))
         row["vector"][: len(registers)] = registers
         slots = ((1 << len(registers)) - 1) << 4
         row["reads"], row["writes"] = (A, slots) if is_load else (A | slots, 0)

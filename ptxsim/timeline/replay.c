@@ -17,6 +17,7 @@
 #define NEVER (INT64_MAX / 2)
 
 enum { ARRIVE, WAIT, LOAD, STORE, REDUCTION, REMOTE_STORE, PRODUCT, WGMMA, COPY, COMMIT };
+enum { FMA, ALU, SPECIAL };  // pipes, as in units.py
 enum { PLAIN, SHARED_READ, SHARED_WRITE, TMEM_READ, TMEM_WRITE, BRANCH };
 enum { ON_TIME, ON_BARRIER, ON_SCOREBOARD, ON_PIPE, ON_SELECTION };
 
@@ -34,6 +35,7 @@ typedef struct {
   double load_rate, load_latency, store_rate, reduction_rate, store_latency, remote_latency, branch_taken;
   double fill_share;  // of the shared memory's port that arriving loads take
   double is_greedy;
+  double stolen_by_fma, alu_beside_wgmma, special_beside_wgmma;  // products whose sums are in registers
 } Parameters;
 
 typedef struct {
@@ -68,7 +70,7 @@ typedef struct {
   int32_t* companion;  // of each quarter of a wgmma: another one of the same product, −1: none
   int32_t* queue[SMS];  // tensor-core work, in order
   int64_t head[SMS], tail[SMS];
-  double tensor_free[SMS], simt_free[SMS], debt[SMS], load_free[SMS], store_free[SMS];
+  double tensor_free[SMS], simt_free[SMS], debt[SMS], stolen[SMS], load_free[SMS], store_free[SMS];
   double tmem_read_free[SMS][PARTITIONS], tmem_write_free[SMS][PARTITIONS];
   int64_t pipe_free[SMS][PARTITIONS][PIPES];
   int32_t last[SMS][PARTITIONS], is_pair[SMS];
@@ -133,7 +135,8 @@ static void run_product(State* s, int sm, int32_t index) {
   int last = o->group == 2 ? sm ^ 1 : sm;
   for (int each = sm;; each = last) {
     double port = bytes / s->p->shared_rate, needed = port + s->debt[each], duration = larger(ideal, needed);
-    s->debt[each] = 0;
+    if (s->tensor_free[each] == s->now) duration += s->stolen[each];  // else the product before has ended meanwhile
+    s->debt[each] = s->stolen[each] = 0;
     end = larger(end, s->now + duration);
     if (each == last) break;
   }
@@ -293,6 +296,14 @@ static void set_scoreboard(Warp* w, int scoreboard, double time, int32_t produce
   if (rounded > w->clear[scoreboard]) w->clear[scoreboard] = rounded, w->producer[scoreboard] = producer;
 }
 
+// Cycles that an instruction keeps its pipe. Products whose sums are in registers (wgmma) want the register file too.
+static int64_t occupancy_beside_products(State* s, const Warp* w, const Instruction* i) {
+  if (s->tensor_free[w->sm] <= s->now) return i->occupancy;
+  if (i->pipe == FMA) s->stolen[w->sm] += s->p->stolen_by_fma / PARTITIONS;
+  double factor = i->pipe == ALU ? s->p->alu_beside_wgmma : i->pipe == SPECIAL ? s->p->special_beside_wgmma : 1;
+  return (int64_t)ceil(i->occupancy * factor);
+}
+
 static void issue(State* s, Warp* w) {
   int64_t place = w->begin + w->next;
   uint32_t entry = s->streams[place];
@@ -302,7 +313,7 @@ static void issue(State* s, Warp* w) {
   s->issued[place] = s->now;
   s->causes[place] = s->now > w->ready ? w->cause : ON_TIME;
   s->blames[place] = w->blame;
-  s->pipe_free[w->sm][w->partition][i->pipe] = s->now + i->occupancy;
+  s->pipe_free[w->sm][w->partition][i->pipe] = s->now + occupancy_beside_products(s, w, i);
   w->ready = s->now + (i->stall > 0 ? i->stall : 1);
   if (entry & EXECUTED) {
     double result = result_time(s, w, i);

@@ -19,7 +19,7 @@ PARAMETERS = (
     "arrive", "wake", "block", "sync_issue", "tensor_start", "commit", "pair", "tensor_rate_16bit",
     "tensor_rate_tf32", "tensor_rate_8bit", "tensor_rate_4bit", "shared_rate", "tmem_read_rate", "tmem_write_rate",
     "load_rate", "load_latency", "store_rate", "reduction_rate", "store_latency", "remote_latency", "branch_taken",
-    "fill_share", "is_greedy",
+    "fill_share", "is_greedy", "stolen_by_fma", "alu_beside_wgmma", "special_beside_wgmma",
 )  # fmt: skip
 NODE = np.dtype([("remaining", "i4"), ("time", "i8")], align=True)
 CAUSES = ("on time", "barrier", "scoreboard", "pipe", "other warp")

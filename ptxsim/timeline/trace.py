@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +64,19 @@ class Trace:
     @property
     def num_ctas(self) -> int:
         return int(self.warps[:, 0].max()) + 1
+
+    def repeated(self, count: int) -> Trace:
+        """The same CTA `count` times on its SM, as several are resident there."""
+        warps, operations = np.tile(self.warps, (count, 1)), np.tile(self.operations, count)
+        copies = np.repeat(np.arange(count), len(self.operations))
+        warps[:, 1] += np.repeat(np.arange(count), len(self.warps)) * len(self.warps)
+        operations["warp"] += copies * len(self.warps)
+        operations["node"] += copies * len(self.labels) * (operations["node"] >= 0)
+        operations["source"] += copies * len(self.operations) * (operations["source"] >= 0)
+        operations["column"] += copies * -(-len(self.warps) // 4) * (operations["kind"] == Kind.WGMMA)
+        return replace(
+            self, logs=self.logs * count, warps=warps, operations=operations, labels=np.tile(self.labels, count)
+        )
 
     def save(self, path: Path | str) -> None:
         """Write everything into one .npz."""

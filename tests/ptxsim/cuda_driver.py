@@ -37,7 +37,7 @@ def _function(text: str) -> ctypes.c_void_p:
 
 def run(body: str, *arguments: np.ndarray | int | bytes, **launch) -> None:
     """Like `ptx_kernels.run`, on the GPU: arrays go there and come back. bytes: a parameter of 128 aligned bytes."""
-    text = kernel_text(body, arguments, target="sm_90a")
+    text = kernel_text(body, arguments, target="sm_90a", cluster=launch.get("cluster", (1,))[0])
     function, tensors, values = _function(text), [], []
     for argument in arguments:
         if isinstance(argument, np.ndarray):

@@ -20,14 +20,17 @@ class Launch:
     shared_bytes: int = 0
 
 
-def kernel_text(body: str, arguments: Sequence[np.ndarray | int | bytes], target: str = "sm_100a") -> str:
+def kernel_text(
+    body: str, arguments: Sequence[np.ndarray | int | bytes], target: str = "sm_100a", cluster: int = 1
+) -> str:
     """An entry `kernel` with parameters p0, p1, … (64 bits, or 128 bytes for bytes) and plenty of registers."""
     kinds = [f".align 64 .b8 p{i}[{len(a)}]" if isinstance(a, bytes) else f".u64 p{i}" for i, a in enumerate(arguments)]
     parameters = ",\n".join(f".param {kind}" for kind in kinds)
     registers = ".reg .pred %p<64>; .reg .b16 %rs<64>; .reg .b32 %r<256>; .reg .f32 %f<64>; .reg .b64 %rd<64>;"
-    version = "9.0" if target == "sm_100a" else "8.0"
+    version = "9.0" if target == "sm_100a" else "8.1"
     head = f".version {version}\n.target {target}\n.address_size 64\n.extern .shared .align 1024 .b8 dynamic[];\n"
-    return f"{head}.visible .entry kernel(\n{parameters}\n)\n{{\n{registers}\n{body}\n}}\n"
+    clusters = f".explicitcluster\n.reqnctapercluster {cluster}\n" if cluster > 1 else ""
+    return f"{head}.visible .entry kernel(\n{parameters}\n)\n{clusters}{{\n{registers}\n{body}\n}}\n"
 
 
 def run(body: str, *arguments: np.ndarray | int | bytes, options: Options | None = None, **launch) -> Grid:

@@ -13,6 +13,7 @@ from torch import Tensor
 import ptxsim
 
 AT_BOUNDARY = 1e-3
+CUT = 1e-2  # with sums that are cut instead of rounded, as Hopper's are
 
 
 def gemm(*arguments, **options) -> None:
@@ -38,9 +39,9 @@ def dequantized(data: Tensor, scales: Tensor) -> Tensor:
     return (blocks * torch.exp2(scales.view(torch.uint8).double() - 127)[..., None]).reshape(data.shape)
 
 
-def assert_rounded_once(actual: Tensor, exact: Tensor) -> None:
+def assert_rounded_once(actual: Tensor, exact: Tensor, limit: float = AT_BOUNDARY) -> None:
     wrong = (actual != exact.to(actual.dtype)).double().mean().item()
-    assert wrong < AT_BOUNDARY, f"{wrong:.2%} of the outputs differ"
+    assert wrong < limit, f"{wrong:.2%} of the outputs differ"
 
 
 def mxfp8_gemm(
@@ -142,7 +143,8 @@ def bf16_gemm(
         out = out.mT.contiguous().mT
     with ptxsim.simulate(**options) as simulation:
         gemm(a, b, out, None, None, *tile, *cluster)
-    assert_rounded_once(out[0], a[0].double() @ b[0].double().T)
+    limit = CUT if options.get("arch") == "sm_90a" else AT_BOUNDARY
+    assert_rounded_once(out[0], a[0].double() @ b[0].double().T, limit)
     return simulation
 
 

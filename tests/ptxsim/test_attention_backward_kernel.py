@@ -280,6 +280,21 @@ def test_the_order_of_completion_changes_no_bit(on, name, seeds):
             assert_same(first, differentiate(p))
 
 
+@pytest.mark.parametrize("name", ["seeds of each segment", "seeds of each segment, heads of 64"])
+def test_a_segments_own_seeds_in_deterministic_mode(on, name):
+    p = CASES[name]
+    torch.use_deterministic_algorithms(True)
+    try:
+        with on(3 * p.spec.num_heads, concurrent=True):
+            first = differentiate(p)
+        for seed in (1, 2):
+            with on(3 * p.spec.num_heads, seed, concurrent=True):
+                assert_same(first, differentiate(p))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    check(p, first)
+
+
 def test_more_ctas_give_the_same_gradients(on):
     """One CTA for a head and two; sums of dQ over CTAs have another order."""
     p = CASES["three heads, part of a seed tile"]

@@ -1,7 +1,10 @@
 """Warps, barriers, copies and faults, on kernels written as PTX text."""
 
+import ctypes
+
 import numpy as np
 import pytest
+import torture_kernel
 from ptx_kernels import kernel_text, run
 
 from ptxsim import Deadlock, Options
@@ -302,3 +305,44 @@ def test_a_tensor_map_that_the_kernel_changes(space):
     expected = sources[1].copy()
     expected[3:] = 0
     assert out.tolist() == expected.ravel().tolist()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_torture_kernel(seed):
+    """A kernel that also runs on hardware (test_against_hardware.py): exact, and nothing is found."""
+    grids = []
+
+    def runner(*arguments, **launch):
+        grids.append(run(*arguments, **launch))
+
+    to_address = lambda array: (array, array.ctypes.data, lambda into: None)  # noqa: E731
+    actual = torture_kernel.run(runner, to_address, options=checked((500, seed)))
+    expected = torture_kernel.expected()
+    for name in ("out", "sums", "words"):
+        np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name), name)
+    assert not list(grids[0].findings)
+
+
+def test_host_memory_may_lie_low():
+    """As low as shared addresses, as the heap of a program that is not position-independent does."""
+    memory = mmap_at(0x0A3A0000)
+    values = np.frombuffer(memory, np.uint32)[:32]
+    run(
+        f"""{POINTER} st.global.u32 [%rd1], %r1; ld.u32 %r2, [%rd1]; atom.add.u32 %r3, [%rd1], %r2; ret;""",
+        values, options=checked(),
+    )  # fmt: skip
+    assert values.tolist() == [2 * lane for lane in range(32)]
+
+
+def mmap_at(address: int, size: int = 1 << 16) -> ctypes.Array:
+    """Fresh memory at a fixed address."""
+    mmap = ctypes.CDLL(None).mmap
+    mmap.restype, mmap.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long],
+    )
+    readable_and_writable, private_anonymous_no_replace = 3, 0x100022
+    found = mmap(address, size, readable_and_writable, private_anonymous_no_replace, -1, 0)
+    if found != address:
+        pytest.skip(f"something else lies at {address:#x}")
+    return (ctypes.c_uint8 * size).from_address(found)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ptxsim.machine import formats
+from ptxsim.machine.aligned_products import LEAST_EXPONENT
 from ptxsim.machine.descriptors import InstructionDescriptor, SharedDescriptor, chunk_offsets, element_offsets
 from ptxsim.machine.matrix import (
     CtaMemory,
@@ -536,6 +537,22 @@ WGMMA_CASES = [
 ]
 
 
+def exponents(values: np.ndarray, least: int) -> np.ndarray:
+    return np.where(values == 0, -9999, np.maximum(np.frexp(values)[1] - 1, least))
+
+
+def cut_sum(a: np.ndarray, b: np.ndarray, d: np.ndarray, names: tuple[str, str]) -> np.ndarray:
+    """A Bᵀ + D with each term cut behind the largest exponent, and the sum behind its own."""
+    fraction, kept = (13, 13) if names[0] in ("e4m3", "e5m2") else (25, 23)
+    of_a, of_b = (exponents(x, LEAST_EXPONENT[name]) for x, name in zip((a, b), names, strict=True))
+    terms = np.concatenate([a[:, None] * b[None], d[..., None].astype(float)], axis=-1)
+    each = np.concatenate([of_a[:, None] + of_b[None], exponents(d, -126)[..., None]], axis=-1)
+    unit = np.exp2(each.max(-1) - fraction)
+    total = np.trunc(terms / unit[..., None]).sum(-1) * unit
+    step = np.exp2(np.maximum(exponents(total, -1000), -999.0) - kept)
+    return (np.trunc(total / step) * step if d.dtype == np.float32 else total).astype(d.dtype)
+
+
 @pytest.mark.parametrize("case", WGMMA_CASES)
 @pytest.mark.parametrize("n", [8, 96, 256])
 @pytest.mark.parametrize("a_in_registers", [False, True])
@@ -559,8 +576,9 @@ def test_wgmma(case: tuple[str, str, str, bool, bool], n: int, a_in_registers: b
     d = registers_of(old, wgmma_accumulator_layout(n))
     kept = d.copy()
     result, footprint = wgmma(product, a, Stage.B, d, shared)
-    expected = formats.decode(a_format, a_codes) @ formats.decode(b_format, b_codes).T * (-1.0 if n == 96 else 1.0)
-    np.testing.assert_array_equal(result, registers_of((expected + old).astype(number), wgmma_accumulator_layout(n)))
+    rows, columns = formats.decode(a_format, a_codes), formats.decode(b_format, b_codes)
+    expected = cut_sum(-rows if n == 96 else rows, columns, old, (a_format, b_format))
+    np.testing.assert_array_equal(result, registers_of(expected, wgmma_accumulator_layout(n)))
     np.testing.assert_array_equal(d, kept)
     offsets = np.concatenate([access.offsets for access in footprint.shared_reads])
     assert sorted(offsets.tolist()) == sorted(chunks)

@@ -64,6 +64,8 @@ def random_case(seed: int) -> tuple[Tensor, tuple[int, ...], int, np.ndarray]:
     element_strides = tuple(int(e) for e in rng.integers(1, 4, rank)) if seed % 7 == 0 else (1,) * rank
     tensor = Tensor(rng, dims, element, box=box, element_strides=element_strides, swizzle_bytes=swizzle)
     coordinates = tuple(int(rng.integers(-b, d + 1)) for b, d in zip(box, dims, strict=True))
+    chunk = 16 // SIZES[element]
+    coordinates = (coordinates[0] // chunk * chunk, *coordinates[1:])
     if seed % 4 == 0:
         coordinates = (0,) * rank
     return tensor, coordinates, 1024 + 128 * int(rng.integers(0, 20)), rng.integers(0, 256, SHARED_BYTES, np.uint8)
@@ -82,6 +84,7 @@ def test_load_moves_what_the_slow_model_moves(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(120))
 def test_store_moves_what_the_slow_model_moves(seed: int) -> None:
     tensor, coordinates, offset, shared = random_case(seed)
+    coordinates = tuple(abs(coordinate) for coordinate in coordinates)
     expected = tensor.memory.copy()
     for address, place in positions(tensor, coordinates, offset):
         if place is not None:
@@ -108,10 +111,22 @@ def test_boxes_tile_a_tensor() -> None:
     for _, place in positions(Tensor(rng, (200, 27), "bf16", box=(200, 27)), (0, 0), 0):
         expected[place - source.first + target.first] = source.memory[place]
     shared = np.zeros(SHARED_BYTES, np.uint8)
-    for x, y in itertools.product(range(-64, 256, 64), range(-3, 40, 8)):
+    for x, y in itertools.product(range(0, 256, 64), range(0, 40, 8)):
         load_box(source.map, (x, y), shared, 2048)
         store_box(target.map, (x, y), shared, 2048)
     np.testing.assert_array_equal(target.memory, expected)
+
+
+def test_what_an_h200_refuses() -> None:
+    """With an illegal instruction: a first element that is not at 16 bytes, and stores at negative coordinates."""
+    tensor, shared = Tensor(np.random.default_rng(1), (64, 8), "u32", box=(16, 2)), np.zeros(SHARED_BYTES, np.uint8)
+    load_box(tensor.map, (-4, -1), shared, 0)
+    for copy in (load_box, store_box):
+        with pytest.raises(ValueError, match="coordinate 0 is 12 bytes from the tensor's start, not a multiple of 16"):
+            copy(tensor.map, (3, 0), shared, 0)
+    for coordinates in ((-4, 0), (0, -1)):
+        with pytest.raises(ValueError, match="tensor store at .*: a negative coordinate is an illegal instruction"):
+            store_box(tensor.map, coordinates, shared, 0)
 
 
 # ------------------------------------------------------------------------------------------------- conversions
@@ -119,14 +134,14 @@ def test_boxes_tile_a_tensor() -> None:
 
 @pytest.mark.parametrize(("element", "nan"), [("bf16", 0x7FFF), ("f16", 0x7FFF), ("f32", 0x7FFFFFFF)])
 def test_nan_fill(element: str, nan: int) -> None:
-    tensor = Tensor(np.random.default_rng(1), (8, 3), element, box=(16, 2), fill="nan")
+    tensor = Tensor(np.random.default_rng(1), (16, 3), element, box=(16, 2), fill="nan")
     shared = np.zeros(SHARED_BYTES, np.uint8)
-    load_box(tensor.map, (4, 2), shared, 0)
+    load_box(tensor.map, (8, 2), shared, 0)
     box = shared[: tensor.map.box_bytes].view(f"u{SIZES[element]}").reshape(2, 16)
-    assert (box[:, 4:] == nan).all()
+    assert (box[:, 8:] == nan).all()
     assert (box[1] == nan).all()
     source = tensor.memory[tensor.first + 2 * tensor.map.strides[1] :].view(f"u{SIZES[element]}")
-    np.testing.assert_array_equal(box[0, :4], source[4:8])
+    np.testing.assert_array_equal(box[0, :8], source[8:16])
 
 
 def test_integers_have_no_nan_fill() -> None:

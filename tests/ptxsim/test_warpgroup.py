@@ -1,6 +1,9 @@
 """wgmma, ldmatrix, stmatrix, mma.sync and local memory in kernels written as PTX, and planted faults."""
 
+from pathlib import Path
+
 import numpy as np
+import product_cases
 import ptx_kernels
 import pytest
 import wgmma_kernels
@@ -45,6 +48,13 @@ def kinds(grid: Grid) -> set[str]:
 
 
 # -------------------------------------------------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize("name", product_cases.OPERANDS)
+@pytest.mark.parametrize("index", range(len(product_cases.FORMS)), ids=[str(form) for form in product_cases.FORMS])
+def test_bits_are_those_of_an_h200(index: int, name: str) -> None:
+    recorded = np.load(Path(__file__).with_name("hopper_products.npz"))[f"{index} {name}"]
+    np.testing.assert_array_equal(product_cases.results(product_cases.FORMS[index], name, ptx_kernels.run), recorded)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from pma.kernels import device_facts
 from pma.kernels.attention_backward.spec import AttentionBackwardSpec
 from pma.kernels.attention_forward.spec import AttentionForwardSpec
 from pma.kernels.projection.spec import GemmQuantizeSpec
+from pma.kernels.quantize.spec import QuantizeSpec
+from pma.kernels.rmsnorm_backward.spec import RMSNormBackwardSpec
 from pma.kernels.weight_grad.spec import WeightGradSpec
 from pma.layouts import MXFP8Tensor, dequantize, quantize, scatter_scales
 from pma.numerics import AttentionNumerics
@@ -59,6 +61,53 @@ def flash_forward_h200(options: Options) -> None:
 
 def gemm_h200(options: Options) -> None:
     quack.bf16_gemm(512, 512, 4096, (128, 256), (2, 1), num_sms=2, **options)
+
+
+def flash_backward_h200(options: Options) -> None:
+    attention.flash_backward([1024], is_causal=False, num_sms=132, **options)
+
+
+def rmsnorm_h200(options: Options) -> None:
+    """quack's RMSNorm, one CTA of it."""
+    norm, generator = importlib.import_module("quack.rmsnorm"), torch.Generator().manual_seed(3)
+    x, weight = torch.randn(4, 384, generator=generator).bfloat16(), torch.randn(384, generator=generator)
+    out, rstd = torch.zeros_like(x), torch.zeros(4)
+    with ptxsim.simulate(num_sms=132, **options):
+        norm._rmsnorm_fwd(x, weight, out, rstd=rstd)
+    assert attention.relative_error(out, reference_norm(x, weight)) < attention.BF16_ERROR
+
+
+def reference_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x.double()
+    return wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+
+
+def rmsnorm_quantize_h200(options: Options) -> None:
+    """Ours, 4,096 rows of 384 in segments of odd lengths on one SM."""
+    any_arch = importlib.import_module("pma.kernels.quantize.any_arch")
+    offsets, generator = torch.tensor([0, 700, 1801, 4096]), torch.Generator().manual_seed(3)
+    x, weight = torch.randn(4096, 384, generator=generator).bfloat16(), torch.randn(384, generator=generator)
+    spec = QuantizeSpec(384, x.dtype, offsets.dtype, weight_dtype=weight.dtype)
+    with _gpu(any_arch, 1, options):
+        actual = any_arch.launch(spec, x, offsets, weight=weight, eps=1e-6)
+    exact = dequantize(actual.data, actual.scales, offsets)
+    assert attention.relative_error(exact, reference_norm(x, weight)) < attention.MXFP8_ERROR
+
+
+def rmsnorm_backward_h200(options: Options) -> None:
+    """Ours with dV, as many rows."""
+    any_arch = importlib.import_module("pma.kernels.rmsnorm_backward.any_arch")
+    offsets, generator = torch.tensor([0, 700, 1801, 4096]), torch.Generator().manual_seed(3)
+    x, dy = (torch.randn(4096, 384, generator=generator).bfloat16() for _ in range(2))
+    weight, rstd = torch.randn(384, generator=generator), (x.float().square().mean(-1) + 1e-6).rsqrt()
+    dv = _matrix(offsets, 384, generator)
+    spec = RMSNormBackwardSpec(384, x.dtype, dy.dtype, weight.dtype, offsets.dtype, adds_dv=True)
+    with _gpu(any_arch, 1, options):
+        dx = any_arch.launch(spec, dy, x, weight, rstd, offsets, (dv.data, dv.scales))[0]
+    total, x_hat = dy.double() + dequantize(*dv, offsets, torch.float64), x.double() * rstd[:, None].double()
+    g = total * weight.double()
+    exact = rstd[:, None].double() * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))
+    assert attention.relative_error(dx, exact) < attention.BF16_ERROR
 
 
 # ------------------------------------------------------------------------------------------------------ our own

@@ -24,7 +24,13 @@ def integers(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
 def encoded(matrix: np.ndarray, kind: str) -> np.ndarray:
     """Rows of 128 bytes, what is missing being zero. → uint8 [rows, 128]"""
     matrix = np.pad(matrix, ((0, 0), (0, K // ELEMENT_BYTES[kind] - matrix.shape[1])))
-    return torch.from_numpy(matrix).to(TORCH_TYPES[kind]).view(torch.uint8).numpy().reshape(len(matrix), -1)
+    return (
+        torch.from_numpy(np.ascontiguousarray(matrix))
+        .to(TORCH_TYPES[kind])
+        .view(torch.uint8)
+        .numpy()
+        .reshape(len(matrix), -1)
+    )
 
 
 def swizzled(rows: np.ndarray) -> np.ndarray:

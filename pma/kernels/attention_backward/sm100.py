@@ -29,7 +29,8 @@ been read when P of the next one is there, from the same warps; dS of step n has
 dP(n+1) is there, which came behind dQ(n).
 
 dQ leaves for a slab of its CTA (of its segment, if the seeds are each segment's own) by reductions in memory, always by
-the same thread for an element: shared seeds get the same bits in every run. `sum_slabs` adds the slabs.
+the same thread for an element: shared seeds get the same bits in every run, a segment's own under
+`torch.use_deterministic_algorithms`, where a head has one CTA. `sum_slabs` adds the slabs.
 
 Bound, reckoned for D = 128 and B200: a step takes 1,280 clocks of the tensor core and 1,024 of exponentials.
 """
@@ -829,6 +830,8 @@ def launch(
     dk, dv = (_empty(num_rows, num_segments, spec.columns, device) for _ in range(2))
     facts = device_facts(device)
     workers = max(1, min(dk.row_tiles.shape[0], num_multiprocessors(device) // spec.num_heads))
+    if not spec.is_shared and torch.are_deterministic_algorithms_enabled():
+        workers = 1  # a segment's slab would have several CTAs
     num_slabs = (workers if spec.is_shared else num_segments) * spec.num_heads
     slabs = torch.zeros(num_slabs, spec.steps, TILE * spec.head_dim, dtype=spec.dq_dtype, device=device)
     if num_segments and num_rows:
