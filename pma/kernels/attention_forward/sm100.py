@@ -45,7 +45,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as blackwell
 import torch
-from cutlass import Float8E4M3FN, Float8E8M0FNU, Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass import Float8E4M3FN, Float8E8M0FNU, Float32, Int16, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 from quack.copy_utils import create_ragged_tensor_for_tma, offset_ragged_tensor, tma_get_copy_fn
@@ -84,7 +84,7 @@ from pma.kernels.blocks.block_scales import block_scale, inverse_scale, scale_by
 from pma.kernels.blocks.exponential import exp2_of_row
 from pma.kernels.blocks.masks import mask_behind
 from pma.kernels.blocks.memory import element_pointer, row_tensor, store_words
-from pma.kernels.blocks.ring import Ring, arrive, init_ring, next_stage
+from pma.kernels.blocks.ring import Ring, arrive, drain, init_ring, next_stage
 from pma.kernels.blocks.scale_tiles import load_scale_tile
 from pma.kernels.blocks.tensor_memory import (
     column_pointer,
@@ -131,19 +131,23 @@ class AttentionForward:
     def __call__(self, o: AttentionForwardOperands, num_ctas: Int32, stream):
         score_product, out_product = self.score_product(), self.out_product()
         q, k, v = self.as_e4m3(o.q, [0, 1]), self.as_e4m3(o.k, [0, 1]), self.as_e4m3(o.v, [1, 0])
-        operation = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
-        one, first = (1, 1, 1, 1), (None, None, None, 0)
+        ctas, first = self.config.ctas, (None, None, None, 0)
+        alone, one = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE), (1, 1, 1, 1)
+        for_all, cluster = alone, (1, ctas, 1, 1)
+        if const_expr(ctas > 1):
+            for_all = cpasync.CopyBulkTensorTileG2SMulticastOp(tcgen05.CtaGroup.ONE)
         q_layout, k_layout, v_layout = (cute.slice_(layout, first) for layout in self.operand_layouts())
         v = create_ragged_tensor_for_tma(v, ragged_dim=1)
         maps = (
-            cute.nvgpu.make_tiled_tma_atom_A(operation, q, q_layout, self.score_tiler, score_product, one),
-            cute.nvgpu.make_tiled_tma_atom_B(operation, k, k_layout, self.score_tiler, score_product, one),
-            cute.nvgpu.make_tiled_tma_atom_B(operation, v, v_layout, self.out_tiler, out_product, one),
+            cute.nvgpu.make_tiled_tma_atom_A(alone, q, q_layout, self.score_tiler, score_product, one),
+            cute.nvgpu.make_tiled_tma_atom_B(for_all, k, k_layout, self.score_tiler, score_product, cluster),
+            cute.nvgpu.make_tiled_tma_atom_B(for_all, v, v_layout, self.out_tiler, out_product, cluster),
         )
         loads = Loads(*maps[0], *maps[1], *maps[2])
         self.kernel(o, loads).launch(
-            grid=[num_ctas, 1, 1], block=[self.config.threads, 1, 1], min_blocks_per_mp=1, stream=stream
-        )
+            grid=[num_ctas, 1, 1], block=[self.config.threads, 1, 1], cluster=[ctas, 1, 1], min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
 
     @cute.jit
     def as_e4m3(self, data: cute.Tensor, order: cutlass.Constexpr) -> cute.Tensor:
@@ -191,7 +195,7 @@ class AttentionForward:
         if warp == 0:
             cute.arch.alloc_tmem(TENSOR_COLUMNS, shared.tensor_memory)
             cute.arch.relinquish_tmem_alloc_permit()
-        cute.arch.sync_threads()
+        self.meet()
         tensor_memory = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tensor_memory)
         if warp >= FIRST_SOFTMAX_WARP:
             cute.arch.setmaxregister_increase(self.registers[0])
@@ -210,6 +214,15 @@ class AttentionForward:
         cute.arch.sync_threads()
         if warp == 0:
             cute.arch.dealloc_tmem(tensor_memory, TENSOR_COLUMNS)
+
+    @cute.jit
+    def meet(self):
+        """Wait for all threads of the CTA, or of the cluster."""
+        if const_expr(self.config.ctas > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
 
     @cute.jit
     def allocate(self) -> Shared:
@@ -254,8 +267,8 @@ class AttentionForward:
 
     @cute.jit
     def init_barriers(self, shared: Shared):
-        init_ring(shared.k.full, shared.k.empty, self.config.k_buffers, 1)
-        init_ring(shared.v.full, shared.v.empty, self.config.v_buffers, 1)
+        init_ring(shared.k.full, shared.k.empty, self.config.k_buffers, self.config.ctas)
+        init_ring(shared.v.full, shared.v.empty, self.config.v_buffers, self.config.ctas)
         init_ring(shared.seeds.full, shared.seeds.empty, self.config.q_buffers, 1)
         for buffer in cutlass.range_constexpr(BUFFERS):
             cute.arch.mbarrier_init(shared.scores + buffer, 1)
@@ -277,7 +290,7 @@ class AttentionForward:
     def share(self) -> Share:
         block, _, _ = cute.arch.block_idx()
         group = block % self.spec.groups
-        return Share(group % self.spec.num_heads, group // self.spec.num_heads)
+        return Share(group // self.spec.seed_tiles, group % self.spec.seed_tiles)
 
     @cute.jit
     def work(self, o: AttentionForwardOperands, turn: Int32) -> Work:
@@ -308,7 +321,7 @@ class AttentionForward:
 
     @cute.jit
     def load(self, o: AttentionForwardOperands, loads: Loads, shared: Shared):
-        share = self.share()
+        share, ctas = self.share(), self.config.ctas
         score_product, out_product = self.score_product(), self.out_product()
         q_layout, k_layout, v_layout = self.operand_layouts()
         k_tiles = self.as_operand(shared.k_bytes, k_layout)
@@ -336,7 +349,7 @@ class AttentionForward:
                 )
                 self.load_tile(loads.k_atom, score_product.get_slice(0).partition_B(source), k_tiles, k, full)
                 with cute.arch.elect_one():
-                    load_scale_tile(o.k_tiles, slot + tile, head_tile, (shared.k_scales[None, k].iterator, full))
+                    load_scale_tile(o.k_tiles, slot + tile, head_tile, (shared.k_scales[None, k].iterator, full), ctas)
                 k, k_parity = next_stage(k, k_parity, self.config.k_buffers)
                 full = self.fill(shared.v, v, v_parity)
                 rows = offset_ragged_tensor(loads.v, row, num_rows, ragged_dim=1)
@@ -345,10 +358,12 @@ class AttentionForward:
                     source = out_product.get_slice(0).partition_B(source)
                     self.load_tile(loads.v_atom, source, v_tiles, v * self.pieces + piece, full)
                 with cute.arch.elect_one():
-                    load_scale_tile(o.v_tiles, head_tile, slot + tile, (shared.v_scales[None, v].iterator, full))
+                    load_scale_tile(o.v_tiles, head_tile, slot + tile, (shared.v_scales[None, v].iterator, full), ctas)
                 v, v_parity = next_stage(v, v_parity, self.config.v_buffers)
             turn += 1
             work = self.work(o, turn)
+        drain(shared.k.empty, k, k_parity, self.config.k_buffers)
+        drain(shared.v.empty, v, v_parity, self.config.v_buffers)
 
     @cute.jit
     def fill(self, ring: Ring, buffer: Int32, parity: Int32) -> cute.Pointer:
@@ -378,10 +393,15 @@ class AttentionForward:
     def load_tile(
         self, atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, buffer: Int32, full: cute.Pointer
     ):
+        """Load a tile, or this CTA's part of it to all of the cluster."""
+        rank, ctas, multicast = Int32(0), 1, {}
+        if const_expr(isinstance(atom.op, cpasync.CopyBulkTensorTileG2SMulticastOp)):
+            rank, ctas = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()), self.config.ctas
+            multicast = {"mcast_mask": Int16((1 << ctas) - 1)}
         copy, _, _ = tma_get_copy_fn(
-            atom, 0, cute.make_layout(1), source, target[None, None, None, buffer], single_stage=True
+            atom, rank, cute.make_layout(ctas), source, target[None, None, None, buffer], single_stage=True
         )
-        copy(tma_bar_ptr=full)
+        copy(tma_bar_ptr=full, **multicast)
 
     @cute.jit
     def as_operand(self, data: cute.Tensor, layout: cutlass.Constexpr) -> cute.Tensor:
@@ -435,7 +455,7 @@ class AttentionForward:
                         columns + SCORE_COLUMN + at * TILE, q_rows, k_rows, TILE, (blocks, False), tuple(range(blocks))
                     )
         release(shared.scores + at)
-        release(shared.k.empty + buffer)
+        release(shared.k.empty + buffer, self.config.ctas)
 
     @cute.jit
     def multiply_weights(self, o: AttentionForwardOperands, shared: Shared, tensor_memory: cute.Pointer):
@@ -487,7 +507,7 @@ class AttentionForward:
                 with cute.arch.elect_one():
                     multiply_tiles(columns + piece * PIECE, p, v, PIECE, depth)
             if const_expr(piece == self.pieces - 1):
-                release(shared.v.empty + buffer)
+                release(shared.v.empty + buffer, self.config.ctas)
             release(shared.sums + piece * BUFFERS + at)
 
     # --------------------------------------------------------------------------------------------------- softmax

@@ -81,7 +81,8 @@ class AttentionForwardSpec:
 class AttentionForwardConfig:
     """k_buffers, v_buffers: tiles in flight · q_buffers: of the seeds, 2 where they change with the segment · emulated:
     of 16 pairs of exponentials those that the FMA pipes compute · finds_maxima_in_loads: loads from tensor memory give
-    the maxima of 32 columns · takes_turns: softmax's warpgroups issue their exponentials one after the other."""
+    the maxima of 32 columns · takes_turns: softmax's warpgroups issue their exponentials one after the other · ctas: of
+    a cluster, with neighbouring seed tiles of a head, each of which loads its part of K and V for all."""
 
     k_buffers: int
     v_buffers: int
@@ -89,6 +90,7 @@ class AttentionForwardConfig:
     emulated: int
     finds_maxima_in_loads: bool
     takes_turns: bool
+    ctas: int
 
     @property
     def threads(self) -> int:
@@ -112,4 +114,7 @@ def choose_config(spec: AttentionForwardSpec, facts: DeviceFacts) -> AttentionFo
     room = min((facts.shared_bytes_per_block - BOOKKEEPING_BYTES) // tile - q_buffers, 12)
     is_sm103 = facts.arch == "sm_103a"
     k_buffers = (room - 1) // 2
-    return AttentionForwardConfig(k_buffers, room - k_buffers, q_buffers, 0 if is_sm103 else 6, is_sm103, is_sm103)
+    ctas = 2 if spec.seed_tiles % 2 == 0 else 1
+    return AttentionForwardConfig(
+        k_buffers, room - k_buffers, q_buffers, 0 if is_sm103 else 6, is_sm103, is_sm103, ctas
+    )

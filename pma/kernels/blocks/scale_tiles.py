@@ -11,10 +11,15 @@ from pma.layouts.scale_tiles import TILE_BYTES
 
 
 @cute.jit
-def load_scale_tile(tiles: cute.Tensor, first: Int32, second: Int32, target):
-    """Copy the scale tile [first, second] to shared memory; in one thread. target: (address, barrier)."""
+def load_scale_tile(tiles: cute.Tensor, first: Int32, second: Int32, target, ctas: cutlass.Constexpr[int] = 1):
+    """Copy the scale tile [first, second] to shared memory; in one thread. target: (address, barrier).
+
+    In a cluster of `ctas` each CTA copies its part to all.
+    """
     offset = (Int64(first) * cute.size(tiles, mode=[1]) + second) * TILE_BYTES
-    bulk_load(target[0], element_pointer(tiles, offset, 16), Int32(TILE_BYTES), target[1])
+    size = const_expr(TILE_BYTES // ctas)
+    part = cute.arch.block_idx_in_cluster() * size if const_expr(ctas > 1) else Int32(0)
+    bulk_load(target[0] + part, element_pointer(tiles, offset + part, 16), Int32(size), target[1], ctas)
 
 
 @cute.jit

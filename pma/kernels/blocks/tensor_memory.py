@@ -31,10 +31,13 @@ def pass_on(barrier: cute.Pointer):
 
 
 @cute.jit
-def release(barrier: cute.Pointer):
-    """Arrive when all products and copies that this warp has issued are done; nobody waits for that here."""
+def release(barrier: cute.Pointer, ctas: cutlass.Constexpr[int] = 1):
+    """Arrive when all products and copies that this warp has issued are done; nobody waits for that here.
+
+    In a cluster at the barrier of each of its `ctas` CTAs.
+    """
     with cute.arch.elect_one():
-        tcgen05.commit(barrier)
+        tcgen05.commit(barrier, (1 << ctas) - 1 if cutlass.const_expr(ctas > 1) else None)
 
 
 @cute.jit
