@@ -53,6 +53,7 @@ def test_machine_code(name, facts, tmp_path, allocated, record_property):
     record_property("shared_bytes", totals[-1])
     print(f"{facts.arch} {name}: {code.registers} registers, {totals[-1]} bytes shared, {config}")
     check_products(code, spec)
+    check_loads(code, config)
     check_registers(code, config.threads, facts.registers_per_sm)
     check_softmax(code, spec, config)
     assert totals[-1] <= config.shared_bytes(spec) <= facts.shared_bytes_per_block
@@ -66,6 +67,14 @@ def check_products(code: Disassembly, spec: AttentionForwardSpec) -> None:
     assert not code.starting_with("UTCHMMA", "UTCIMMA")
     weight_scales = BUFFERS if spec.numerics.p_cast == "static" else 1  # constant ones are copied at the start
     assert len(code.starting_with("UTCCP")) == 3 + weight_scales, "scales of Q, K and V, of P"
+
+
+def check_loads(code: Disassembly, config: AttentionForwardConfig) -> None:
+    for loads in ("UTMALDG", "UBLKCP"):
+        shared = [name for name in code.starting_with(loads) if "MULTICAST" in name]
+        own = [name for name in code.starting_with(loads) if "MULTICAST" not in name]
+        assert own and bool(shared) == (config.ctas > 1), "of Q, of K and V"
+    assert len([name for name in code.starting_with("UTCBAR") if "MULTICAST" in name]) == 2 * (config.ctas - 1)
 
 
 def check_registers(code: Disassembly, threads: int, available: int) -> None:
@@ -98,6 +107,7 @@ def test_config_of_every_shape(facts):
         assert config.shared_bytes(spec) <= facts.shared_bytes_per_block
         assert config.k_buffers >= 4 and config.v_buffers >= 4, "two in use, two on their way"
         assert config.q_buffers == (1 if is_shared else 2)
+        assert spec.seed_tiles % config.ctas == 0 and config.ctas == (1 if num_seeds <= 128 else 2)
         assert END_COLUMN <= TENSOR_COLUMNS == 512
         assert spec.groups == 3 * -(-num_seeds // 128)
 

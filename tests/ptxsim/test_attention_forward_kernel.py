@@ -4,6 +4,7 @@ import importlib
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import ptxsim
 from pma.jagged import equal_offsets, segment_of_rows
-from pma.kernels.attention_forward.spec import AttentionForwardSpec
+from pma.kernels.attention_forward.spec import AttentionForwardConfig, AttentionForwardSpec, choose_config
 from pma.kernels.device_facts import SM100, SM103, DeviceFacts
 from pma.layouts import MXFP8Tensor, dequantize, quantize, scatter_scales
 from pma.layouts.mxfp8 import SCALE_ONE
@@ -94,7 +95,7 @@ def tiles(matrix: MXFP8Tensor, offsets: Tensor, direction: str) -> Tensor:
     return torch.where(pads, POISON, scatter_scales(matrix.scales, offsets, rows, direction))
 
 
-def attend(p: Problem):
+def attend(p: Problem, config: AttentionForwardConfig | None = None):
     sm100 = importlib.import_module("pma.kernels.attention_forward.sm100")
     operand = sm100.AttentionOperand
     return sm100.launch(
@@ -103,6 +104,7 @@ def attend(p: Problem):
         operand(p.k.data, tiles(p.k, p.offsets, "row")),
         operand(p.v.data, tiles(p.v, p.offsets, "column")),
         p.offsets,
+        config,
     )
 
 
@@ -234,6 +236,17 @@ def test_the_order_of_completion_changes_no_bit(on):
             results.append(attend(p))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("name", ["four seed tiles, heads of 64", "seeds of each segment"])
+def test_shared_loads_change_no_bit(on, name):
+    """CTAs by themselves, beside those of a cluster."""
+    p = CASES[name]
+    together = choose_config(p.spec, SM100)
+    assert together.ctas == 2
+    with on(2 * p.spec.groups):
+        results = [attend(p, config) for config in (together, replace(together, ctas=1))]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 # ------------------------------------------------------------------------------------- jagged and degenerate input

@@ -362,7 +362,7 @@ class AttentionForward:
                 v, v_parity = next_stage(v, v_parity, self.config.v_buffers)
             turn += 1
             work = self.work(o, turn)
-        drain(shared.k.empty, k, k_parity, self.config.k_buffers)
+        drain(shared.k.empty, k, k_parity, self.config.k_buffers)  # where the other CTA arrives too
         drain(shared.v.empty, v, v_parity, self.config.v_buffers)
 
     @cute.jit
@@ -838,13 +838,15 @@ class Attended(NamedTuple):
 
 
 def launch(
-    spec: AttentionForwardSpec, q: AttentionOperand, k: AttentionOperand, v: AttentionOperand, offsets: Tensor
-) -> Attended:
+    spec: AttentionForwardSpec, q: AttentionOperand, k: AttentionOperand, v: AttentionOperand, offsets: Tensor,
+    config: AttentionForwardConfig | None = None,
+) -> Attended:  # fmt: skip
     """Allocate the results and start the kernel on the current stream.
 
     Args:
         q: [S, E] or [B·S, E], with row tiles.    k: [T, E], with row tiles.    v: [T, E], with column tiles.
         offsets: [B + 1] of spec.offsets_dtype.
+        config: instead of the one that `choose_config` takes.
     """
     num_segments, device = offsets.shape[0] - 1, k.data.device
     state = (num_segments, spec.num_heads, spec.num_seeds)
@@ -864,5 +866,5 @@ def launch(
         work, result.out.flatten(0, 1), result.lse, result.row_sum_log2,
     )  # fmt: skip
     with torch.cuda.device(device):
-        compiled(facts.arch, spec, choose_config(spec, facts))(operands, workers * spec.groups)
+        compiled(facts.arch, spec, config or choose_config(spec, facts))(operands, workers * spec.groups)
     return result

@@ -44,8 +44,8 @@ def next_stage(stage: Int32, parity: Int32, stages: cutlass.Constexpr[int]):
 
 @cute.jit
 def drain(empty: cute.Pointer, stage: Int32, parity: Int32, stages: cutlass.Constexpr[int]):
-    """Wait until every stage is free, from the next use on: no arrival comes afterwards, so the CTA may exit."""
-    for _ in cutlass.range_constexpr(stages):
+    """Wait until every stage is free, beginning with the next to be filled: no arrival is on its way any more."""
+    for _ in cutlass.range(stages, unroll=1):
         cute.arch.mbarrier_wait(empty + stage, parity)
         stage, parity = next_stage(stage, parity, stages)
 

@@ -41,7 +41,7 @@ from torch import Tensor
 from pma.kernels.blocks.block_product import Operand, multiply_tiles
 from pma.kernels.blocks.k_tiles import RowRange, count_with_rows, k_tile_at, rows_of_slots, window_at
 from pma.kernels.blocks.memory import element_pointer
-from pma.kernels.blocks.ring import init_ring, next_stage
+from pma.kernels.blocks.ring import drain, init_ring, next_stage
 from pma.kernels.blocks.scale_tiles import load_scale_tile
 from pma.kernels.blocks.segments import first_slot
 from pma.kernels.blocks.tensor_memory import copy_scale_tile, load_row, pass_on, take_over
@@ -229,9 +229,7 @@ class WeightGrad:
                 stage, parity = next_stage(stage, parity, self.config.stages)
                 row += tile.num_rows
             item += stride
-        for _ in cutlass.range_constexpr(self.config.stages):  # the others' products arrive at this CTA's barriers
-            cute.arch.mbarrier_wait(shared.empty + stage, parity)
-            stage, parity = next_stage(stage, parity, self.config.stages)
+        drain(shared.empty, stage, parity, self.config.stages)  # the others' products arrive at this CTA's barriers
 
     @cute.jit
     def load_stage(self, o: WeightGradOperands, loads: Loads, shared: Shared, place, stage: Int32):
