@@ -108,8 +108,12 @@ def _arrive_after_copies(instruction: Instruction, operands: Operands) -> Handle
 
 
 def _bulk_load(instruction: Instruction, operands: Operands) -> Handler:
-    """cp.async.bulk.shared::{cta,cluster}.{global,shared::cta}: bytes in a row, reported to an mbarrier."""
+    """cp.async.bulk.shared::{cta,cluster}.{global,shared::cta}: bytes in a row, reported to an mbarrier.
+
+    From global memory also into several CTAs (multicast).
+    """
     texts = instruction.operands
+    multicast = operands.value(texts[4]) if "multicast::cluster" in instruction.opcode else None
     target, size, barrier = (
         operands.shared_address(texts[0]),
         operands.value(texts[2]),
@@ -124,17 +128,22 @@ def _bulk_load(instruction: Instruction, operands: Operands) -> Handler:
             place, origin, count, signal = (each(warp, lane) for each in (target, source, size, barrier))
             _check_bulk(place, origin, count)
 
-            def copy(operation: Any, place=place, origin=origin, count=count, signal=signal) -> None:
-                if from_shared:
-                    data = cluster.shared_bytes(origin, count).copy()
-                    operation.shared_read(rank_of(origin), offset_of(origin), count)
-                else:
-                    data = global_view(origin, count)
-                cluster.shared_bytes(place, count)[...] = data
-                operation.shared_write(rank_of(place), offset_of(place), count)
-                cluster.mbarrier(signal).complete_bytes(count, operation.clock)
+            for rank in _destinations(multicast, warp, lane, place):
 
-            cluster.engine.submit(warp, "bulk copy into shared memory", copy)
+                def copy(
+                    operation: Any, place=in_cta(place, rank), origin=origin, count=count,
+                    signal=in_cta(signal, _signalled_rank(rank, signal, multicast, False)),
+                ) -> None:  # fmt: skip
+                    if from_shared:
+                        data = cluster.shared_bytes(origin, count).copy()
+                        operation.shared_read(rank_of(origin), offset_of(origin), count)
+                    else:
+                        data = global_view(origin, count)
+                    cluster.shared_bytes(place, count)[...] = data
+                    operation.shared_write(rank_of(place), offset_of(place), count)
+                    cluster.mbarrier(signal).complete_bytes(count, operation.clock)
+
+                cluster.engine.submit(warp, "bulk copy into shared memory", copy)
 
     return handler
 
