@@ -615,7 +615,8 @@ class HopperForward:
 
 @cute.jit
 def load_byte(tensor: cute.Tensor, offset: Int64) -> Int32:
-    return Int32(cute.make_tensor(element_pointer(tensor, offset, 1), cute.make_layout(1))[0])
+    byte = cute.make_tensor(element_pointer(tensor, offset, 1), cute.make_layout(1))[0]
+    return Int32(byte) & 0xFF  # the conversion extends the sign
 
 
 @cute.jit
