@@ -33,8 +33,6 @@ import torch
 from cutlass import Float8E4M3FN, Float32, Int16, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
-from cutlass.utils import LayoutEnum
-from cutlass.utils.hopper_helpers import get_smem_layout_atom
 from torch import Tensor
 
 from pma.kernels.attention_forward.hopper_operands import (
@@ -110,7 +108,8 @@ class HopperForward:
 
     def k_layout(self):
         """Shared-memory layout of the tiles of K: rows of a head, swizzled."""
-        kind = get_smem_layout_atom(LayoutEnum.ROW_MAJOR, Float8E4M3FN, self.spec.head_dim)
+        kinds = warpgroup.SmemLayoutAtomKind
+        kind = kinds.K_SW128 if self.spec.head_dim == 128 else kinds.K_SW64
         atom = warpgroup.make_smem_layout_atom(kind, Float8E4M3FN)
         return cute.tile_to_shape(atom, (TILE, self.spec.head_dim, self.config.stages), order=(0, 1, 2))
 
