@@ -28,6 +28,17 @@ FORWARD = replace(HOPPER_NUMERICS, kv_order="forward")
 NO_HEADROOM = replace(HOPPER_NUMERICS, p_scale_log2=8, rescale_threshold_log2=0.0, headroom_exponent=0)
 
 
+class Magnitudes(NamedTuple):
+    """Standard deviation of the seeds, which sets that of the scores; of the logarithm of V's rows; V's mean."""
+
+    seeds: float = 1.0
+    v: float = 0.5
+    v_mean: float = 0.0
+
+
+ORDINARY, SHARP = Magnitudes(), Magnitudes(seeds=4.0)
+
+
 class Problem(NamedTuple):
     """Inputs of one attention; choices: of the kernel's configuration."""
 
@@ -54,13 +65,10 @@ class Problem(NamedTuple):
 
 def make_problem(
     lengths: tuple[int, ...], head_dim: int, num_heads: int, num_seeds: int, *, is_shared: bool = True,
-    numerics: AttentionNumerics = HOPPER_NUMERICS, spread: float = 1.0, v_spread: float = 0.5, v_mean: float = 0.0,
+    numerics: AttentionNumerics = HOPPER_NUMERICS, magnitudes: Magnitudes = ORDINARY,
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.int64), **choices,
 ) -> Problem:  # fmt: skip
-    """Rows of normal numbers, each with a magnitude of its own. dtypes: of out and of the offsets.
-
-    spread: standard deviation of the seeds, which sets that of the scores. v_spread: of the logarithm of V's rows.
-    """
+    """Rows of normal numbers, each with a magnitude of its own. dtypes: of out and of the offsets."""
     generator = torch.Generator().manual_seed(sum(lengths) + num_seeds)
     spec = HopperForwardSpec(head_dim, num_heads, num_seeds, is_shared, numerics, *dtypes)
     assert spec.why_unsupported() is None
@@ -77,11 +85,11 @@ def make_problem(
         return MXFP8Tensor(data, scales)
 
     problem = Problem(spec, *[MXFP8Tensor(offsets, offsets)] * 3, offsets, choices)
-    seeds = normal(num_seeds * (1 if is_shared else len(lengths))) * spread
+    seeds = normal(num_seeds * (1 if is_shared else len(lengths))) * magnitudes.seeds
     return problem._replace(
         q=matrix(seeds, problem.seed_offsets, numerics.headroom_exponent),
         k=matrix(normal(rows), offsets, numerics.headroom_exponent),
-        v=matrix(normal(rows, v_spread) + v_mean, offsets),
+        v=matrix(normal(rows, magnitudes.v) + magnitudes.v_mean, offsets),
     )
 
 
@@ -145,12 +153,12 @@ CASES = {
     "fp32 scores, optimistic": make_problem(SHORT, 64, 1, 128, scores="fp32", is_optimistic=True),
     "fp16 scores, not optimistic": make_problem(SHORT, 64, 1, 128, is_optimistic=False),
     "no headroom, every maximum": make_problem(SHORT, 128, 1, 200, numerics=NO_HEADROOM),
-    "sharp scores": make_problem(SHORT, 128, 1, 200, spread=4.0, numerics=FORWARD),
-    "promotion of each tile, two stages": make_problem((700, 0, 520), 128, 1, 128, promotion=1, stages=2, spread=2.0),
+    "sharp scores": make_problem(SHORT, 128, 1, 200, magnitudes=SHARP, numerics=FORWARD),
+    "promotion of each tile, two stages": make_problem((700, 0, 520), 128, 1, 128, promotion=1, stages=2),
     "promotion of two tiles, fp32 sum": make_problem((700, 129), 64, 1, 256, promotion=2, numerics=FP32_SUM),
     "no promotion, no cluster": make_problem(SHORT, 128, 1, 256, promotion=0, ctas=1),
-    "V with a mean": make_problem((700, 300), 128, 1, 128, v_mean=1.0, promotion=2),
-    "V of many scales": make_problem((300, 200), 128, 1, 128, v_spread=2.0),
+    "V with a mean": make_problem((700, 300), 128, 1, 128, magnitudes=Magnitudes(v_mean=1.0), promotion=2),
+    "V of many scales": make_problem((300, 200), 128, 1, 128, magnitudes=Magnitudes(v=2.0)),
     "bf16": make_problem(SHORT, 128, 1, 200, dtypes=(torch.bfloat16, torch.int64)),
     "fp16, int32 offsets": make_problem((40,), 128, 1, 200, dtypes=(torch.float16, torch.int32)),
     "whole tiles only": make_problem((128, 256, 128, 384), 128, 1, 200),

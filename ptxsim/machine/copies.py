@@ -129,23 +129,29 @@ def _bulk_load(instruction: Instruction, operands: Operands) -> Handler:
             _check_bulk(place, origin, count)
 
             for rank in _destinations(multicast, warp, lane, place):
-
-                def copy(
-                    operation: Any, place=in_cta(place, rank), origin=origin, count=count,
-                    signal=in_cta(signal, _signalled_rank(rank, signal, multicast, False)),
-                ) -> None:  # fmt: skip
-                    if from_shared:
-                        data = cluster.shared_bytes(origin, count).copy()
-                        operation.shared_read(rank_of(origin), offset_of(origin), count)
-                    else:
-                        data = global_view(origin, count)
-                    cluster.shared_bytes(place, count)[...] = data
-                    operation.shared_write(rank_of(place), offset_of(place), count)
-                    cluster.mbarrier(signal).complete_bytes(count, operation.clock)
-
-                cluster.engine.submit(warp, "bulk copy into shared memory", copy)
+                signalled = in_cta(signal, _signalled_rank(rank, signal, multicast, False))
+                load = _BulkLoad(cluster, (origin, from_shared), in_cta(place, rank), count, signalled)
+                cluster.engine.submit(warp, "bulk copy into shared memory", load)
 
     return handler
+
+
+class _BulkLoad:
+    """A bulk copy into shared memory, when it completes. origin: (address, whether it is in shared memory)."""
+
+    def __init__(self, cluster: Any, origin: tuple[int, bool], place: int, count: int, signal: int):
+        self.cluster, self.origin, self.place, self.count, self.signal = cluster, origin, place, count, signal
+
+    def __call__(self, operation: Any) -> None:
+        cluster, (origin, from_shared), count = self.cluster, self.origin, self.count
+        if from_shared:
+            data = cluster.shared_bytes(origin, count).copy()
+            operation.shared_read(rank_of(origin), offset_of(origin), count)
+        else:
+            data = global_view(origin, count)
+        cluster.shared_bytes(self.place, count)[...] = data
+        operation.shared_write(rank_of(self.place), offset_of(self.place), count)
+        cluster.mbarrier(self.signal).complete_bytes(count, operation.clock)
 
 
 def _bulk_store(instruction: Instruction, operands: Operands) -> Handler:
