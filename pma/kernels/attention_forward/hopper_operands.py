@@ -59,6 +59,8 @@ class Registers(NamedTuple):
     p_words: cute.Tensor
     out: cute.Tensor
     shifts: cute.Tensor  # [2] float32: P = 2^(score + shift)
+    ended_shifts: cute.Tensor  # [2] float32: those that a segment ended with
     totals: cute.Tensor  # [2] float32: of the lane's P, if they are summed before the cast
+    ended_totals: cute.Tensor  # [2] float32
     factors: cute.Tensor  # [2] float32: by which a moved maximum lowers what came before
     missed: cute.Tensor  # [2] float32: product of those that the sums in shared memory have not seen

@@ -359,54 +359,68 @@ class HopperForward:
         k = score_product.get_slice(0).make_fragment_B(score_product.get_slice(0).partition_B(k_tiles))
         v = out_product.get_slice(0).make_fragment_B(out_product.get_slice(0).partition_B(v_tiles))
         own = self.registers(score_product, out_product)
-        k_stage, k_parity, v_stage, v_parity, turn = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        work = self.work(o, turn)
-        q_factor = Float32(0.0)
-        if const_expr(self.spec.is_shared):
-            q_factor = self.load_q(o, share, Int32(0), own)
-        while work.segment >= 0:
-            largest, pending, promotions = Uint32(0), Int32(0), Int32(0)
-            if work.steps > 0:
+        k_stage, k_parity, v_stage, v_parity = Int32(0), Int32(0), Int32(0), Int32(0)
+        turn, step, pending, promotions, largest = Int32(1), Int32(0), Int32(0), Int32(0), Uint32(0)
+        work, following = self.work(o, turn - 1), self.work(o, turn)
+        q_factor = self.load_q(o, share, Int32(0) if const_expr(self.spec.is_shared) else work.segment, own)
+        if work.steps > 0:
+            scores = accumulators(score_product, TILE, self.scores.dtype)
+            cute.arch.mbarrier_wait(shared.k.full + k_stage, k_parity)
+            largest = shared.records[LARGEST, k_stage]
+            scales = self.read_scales(shared, k_stage, q_factor)
+            multiply(score_product, scores, own.q, k[None, None, None, k_stage], False)
+            warpgroup.wait_group(0)
+            arrive(shared.k.empty + k_stage, config.ctas)
+            k_stage, k_parity = next_stage(k_stage, k_parity, config.stages)
+            weights, _ = self.softmax(own, self.scores.view(scores), scales, (work, step))
+            self.scores.cast(weights, own.p_words)
+            step += 1
+        while (step < work.steps) | (following.steps > 0):
+            ended, ended_largest = work.segment, largest
+            if step == work.steps:  # the next tile is another segment's: its scores, beside the last sums of this one
+                self.note_end(own)
+                turn += 1
+                work, step = following, Int32(0)
+                following = self.work(o, turn)
                 if const_expr(not self.spec.is_shared):
                     q_factor = self.load_q(o, share, work.segment, own)
-                scores = accumulators(score_product, TILE, self.scores.dtype)
-                cute.arch.mbarrier_wait(shared.k.full + k_stage, k_parity)
+            scores = accumulators(score_product, TILE, self.scores.dtype)
+            cute.arch.mbarrier_wait(shared.k.full + k_stage, k_parity)
+            if step == 0:
                 largest = shared.records[LARGEST, k_stage]
-                factors, folds = self.read_scales(shared, k_stage, q_factor)
-                multiply(score_product, scores, own.q, k[None, None, None, k_stage], False)
-                warpgroup.wait_group(0)
-                arrive(shared.k.empty + k_stage, config.ctas)
-                k_stage, k_parity = next_stage(k_stage, k_parity, config.stages)
-                count = self.events_of_step(work, Int32(0))
-                weights, _ = self.softmax(own, self.scores.view(scores), (factors, folds), count, True)
-                self.scores.cast(weights, own.p_words)
-            for step in cutlass.range(1, work.steps, unroll=1):
-                scores = accumulators(score_product, TILE, self.scores.dtype)
-                cute.arch.mbarrier_wait(shared.k.full + k_stage, k_parity)
-                factors, folds = self.read_scales(shared, k_stage, q_factor)
-                multiply(score_product, scores, own.q, k[None, None, None, k_stage], False)
-                cute.arch.mbarrier_wait(shared.v.full + v_stage, v_parity)
-                multiply(out_product, own.out, own.p, v[None, None, None, v_stage], pending != 0)
-                warpgroup.wait_group(1)
-                arrive(shared.k.empty + k_stage, config.ctas)
-                k_stage, k_parity = next_stage(k_stage, k_parity, config.stages)
-                count = self.events_of_step(work, step)
-                weights, has_moved = self.softmax(own, self.scores.view(scores), (factors, folds), count, False)
-                v_stage, v_parity = self.release_v(shared, v_stage, v_parity)
-                pending += 1
+            scales = self.read_scales(shared, k_stage, q_factor)
+            multiply(score_product, scores, own.q, k[None, None, None, k_stage], False)
+            cute.arch.mbarrier_wait(shared.v.full + v_stage, v_parity)
+            multiply(out_product, own.out, own.p, v[None, None, None, v_stage], pending != 0)
+            warpgroup.wait_group(1)
+            arrive(shared.k.empty + k_stage, config.ctas)
+            k_stage, k_parity = next_stage(k_stage, k_parity, config.stages)
+            weights, has_moved = self.softmax(own, self.scores.view(scores), scales, (work, step))
+            v_stage, v_parity = self.release_v(shared, v_stage, v_parity)
+            pending += 1
+            if step == 0:
+                self.store(o, shared, (ended, share), own, (ended_largest, promotions))
+                pending, promotions = Int32(0), Int32(0)
+            else:
                 if has_moved:
                     self.rescale(own)
                 if const_expr(config.promotion > 0):
                     if pending == config.promotion:
                         self.promote(shared, own, promotions)
-                        promotions += 1
-                        pending = Int32(0)
-                self.scores.cast(weights, own.p_words)
-            if work.steps > 0:
-                cute.arch.mbarrier_wait(shared.v.full + v_stage, v_parity)
-                multiply(out_product, own.out, own.p, v[None, None, None, v_stage], pending != 0)
-                v_stage, v_parity = self.release_v(shared, v_stage, v_parity)
-            self.store(o, shared, (work, share), own, (largest, promotions))
+                        pending, promotions = Int32(0), promotions + 1
+            self.scores.cast(weights, own.p_words)
+            step += 1
+        if work.steps > 0:
+            cute.arch.mbarrier_wait(shared.v.full + v_stage, v_parity)
+            multiply(out_product, own.out, own.p, v[None, None, None, v_stage], pending != 0)
+            self.release_v(shared, v_stage, v_parity)
+            self.note_end(own)
+            self.store(o, shared, (work.segment, share), own, (largest, promotions))
+            work = following
+        else:
+            turn -= 1
+        while work.segment >= 0:
+            self.store_nothing(o, (work.segment, share))
             turn += 1
             work = self.work(o, turn)
 
@@ -414,8 +428,12 @@ class HopperForward:
     def registers(self, score_product: cute.TiledMma, out_product: cute.TiledMma) -> Registers:
         q, q_words = operand_registers(score_product, self.spec.head_dim)
         p, p_words = operand_registers(out_product, TILE)
-        rows = [cute.make_rmem_tensor(LANE_ROWS, Float32) for _ in range(4)]
-        return Registers(q, q_words, p, p_words, accumulators(out_product, self.spec.v_rows, Float32), *rows)
+        rows = [cute.make_rmem_tensor(LANE_ROWS, Float32) for _ in range(6)]
+        own = Registers(q, q_words, p, p_words, accumulators(out_product, self.spec.v_rows, Float32), *rows)
+        for row in (own.shifts, own.totals):
+            row.fill(0.0)
+        own.missed.fill(1.0)
+        return own
 
     @cute.jit
     def first_seed(self, share: Share) -> Int32:
@@ -455,38 +473,28 @@ class HopperForward:
         return self.scores.factors(scales, q_factor), folds
 
     @cute.jit
-    def events_of_step(self, work: Work, step: Int32) -> Int32:
-        return work.num_rows - self.tile(work, step) * TILE
+    def softmax(self, own: Registers, scores: cute.Tensor, scales, place):
+        """(P before its cast, whether a maximum has moved, which `own.factors` tells).
 
-    @cute.jit
-    def softmax(self, own: Registers, scores: cute.Tensor, scales, count: Int32, is_first: cutlass.Constexpr[bool]):
-        """(P before its cast, whether a maximum has moved, which `own.factors` tells). scales: (factors, folds).
-
-        count: events of the segment from the tile's first on.
+        scales: (factors, folds), place: (work, step).
         """
-        numerics, (factors, folds) = self.numerics, scales
-        if const_expr(is_first or numerics.kv_order == "forward"):
-            if count < TILE:
-                self.scores.mask(scores, count - 2 * (cute.arch.lane_idx() % 4))
+        (factors, folds), (work, step) = scales, place
+        count = work.num_rows - self.tile(work, step) * TILE
+        if count < TILE:
+            self.scores.mask(scores, count - 2 * (cute.arch.lane_idx() % 4))
         weights = self.scores.place_of_weights(scores)
-        is_optimistic = self.config.is_optimistic and not is_first
-        if const_expr(is_optimistic):
-            self.scores.exponentials(weights, scores, factors, own.shifts, folds)
+        if const_expr(self.config.is_optimistic):
+            if step > 0:
+                self.scores.exponentials(weights, scores, factors, own.shifts, folds)
         maxima = self.scores.maxima(scores, factors)
-        has_moved = True
-        if const_expr(is_first):
-            for r in cutlass.range_constexpr(LANE_ROWS):
-                own.shifts[r] = self.scores.round_shift(numerics.p_scale_log2 - quad_max(maxima[r]))
-                own.totals[r], own.missed[r] = Float32(0.0), Float32(1.0)
-        else:
-            top = numerics.p_scale_log2 + numerics.rescale_threshold_log2
-            is_past = (maxima[0] + own.shifts[0] > top) | (maxima[1] + own.shifts[1] > top)
-            has_moved = cute.arch.vote_any_sync(is_past)
-            if has_moved:
-                self.move(own, maxima, top)
-                if const_expr(is_optimistic):
-                    self.scores.exponentials(weights, scores, factors, own.shifts, folds)
-        if const_expr(not is_optimistic):
+        top = self.numerics.p_scale_log2 + self.numerics.rescale_threshold_log2
+        is_past = (maxima[0] + own.shifts[0] > top) | (maxima[1] + own.shifts[1] > top)
+        has_moved = cute.arch.vote_any_sync(is_past | (step == 0))
+        if has_moved:
+            self.move(own, maxima, top, step == 0)
+            if const_expr(self.config.is_optimistic):
+                self.scores.exponentials(weights, scores, factors, own.shifts, folds)
+        if const_expr(not self.config.is_optimistic):
             self.scores.exponentials(weights, scores, factors, own.shifts, folds)
         if const_expr(not self.sums_in_product):
             for r in cutlass.range_constexpr(LANE_ROWS):
@@ -494,14 +502,22 @@ class HopperForward:
         return weights, has_moved
 
     @cute.jit
-    def move(self, own: Registers, maxima: cute.Tensor, top: cutlass.Constexpr[float]):
-        """Make P of the rows that passed the top relative to the tile's maximum."""
+    def move(self, own: Registers, maxima: cute.Tensor, top: cutlass.Constexpr[float], is_first):
+        """Make P relative to the tile's maximum, in a segment's first tile and in rows that passed the top."""
         for r in cutlass.range_constexpr(LANE_ROWS):
             maximum, before = quad_max(maxima[r]), own.shifts[r]
             moved = self.scores.round_shift(self.numerics.p_scale_log2 - maximum)
-            own.shifts[r] = moved if maximum + before > top else before
-            own.factors[r] = cute.math.exp2(own.shifts[r] - before, fastmath=True)
+            own.shifts[r] = moved if is_first | (maximum + before > top) else before
+            factor = cute.math.exp2(own.shifts[r] - before, fastmath=True)
+            own.factors[r] = Float32(1.0) if is_first else factor
             own.totals[r] *= own.factors[r]
+
+    @cute.jit
+    def note_end(self, own: Registers):
+        """Keep what a segment ended with until its last product is done."""
+        for r in cutlass.range_constexpr(LANE_ROWS):
+            own.ended_shifts[r], own.ended_totals[r] = own.shifts[r], own.totals[r]
+            own.totals[r] = Float32(0.0)
 
     @cute.jit
     def release_v(self, shared: Shared, stage: Int32, parity: Int32):
@@ -558,20 +574,30 @@ class HopperForward:
 
     @cute.jit
     def store(self, o: HopperForwardOperands, shared: Shared, place, own: Registers, state):
-        """out = O·sV* / l, zero without events, and the state. state: (largest scale of V, promotions)."""
-        (work, share), (largest, promotions), lane = place, state, cute.arch.lane_idx()
+        """out = O·sV* / l, and the state. place: (segment, share), state: (largest scale of V, promotions)."""
+        (segment, share), (largest, promotions) = place, state
         if const_expr(self.config.promotion > 0):
             if promotions > 0:
                 self.collect(shared, own)
+            own.missed.fill(1.0)
+        out = self.out_of(own)
         for r in cutlass.range_constexpr(LANE_ROWS):
-            seed = self.first_seed(share) + lane // 4 + 8 * r
-            total, shift = Float32(0.0), Float32(0.0)
-            if work.steps > 0:
-                total, shift = self.row_sum(own, r), own.shifts[r]
-            if seed < self.spec.num_seeds:
-                self.store_row(o, (work, share, seed), own, (r, block_scale(Int32(largest)) / total))
-                if lane % 4 == 0:
-                    self.store_state(o, (work, share, seed), total, shift)
+            total = self.row_sum(own, r)
+            factor = block_scale(Int32(largest)) / total
+            values = cute.make_rmem_tensor((2, self.spec.head_dim // COLUMN_GROUP), Float32)
+            for j in cutlass.range_constexpr(self.spec.head_dim // COLUMN_GROUP):
+                values[0, j], values[1, j] = out[0, r, j] * factor, out[1, r, j] * factor
+            exponent = Int32(total.bitcast(Uint32) >> 23) - 127 - self.numerics.p_scale_log2
+            lse = (cute.math.log2(total) - own.ended_shifts[r]) * math.log(2.0)
+            self.store_row(o, (segment, share, r), values, (lse, exponent))
+
+    @cute.jit
+    def store_nothing(self, o: HopperForwardOperands, place):
+        """What a segment without events gets. place: (segment, share)."""
+        zeros = cute.make_rmem_tensor((2, self.spec.head_dim // COLUMN_GROUP), Float32)
+        zeros.fill(0.0)
+        for r in cutlass.range_constexpr(LANE_ROWS):
+            self.store_row(o, (*place, r), zeros, (-Float32.inf, Int32(-127)))
 
     @cute.jit
     def row_sum(self, own: Registers, r: cutlass.Constexpr[int]) -> Float32:
@@ -580,36 +606,27 @@ class HopperForward:
             out, last = self.out_of(own), self.out_groups - 1
             total = out[0, r, last] + out[1, r, last] * 2.0**FIRST_WEIGHT  # in the first lane of four
             return cute.arch.shuffle_sync(total, cute.arch.lane_idx() // 4 * 4)
-        total = own.totals[r] + cute.arch.shuffle_sync_bfly(own.totals[r], offset=1)
+        total = own.ended_totals[r]
+        total += cute.arch.shuffle_sync_bfly(total, offset=1)
         return total + cute.arch.shuffle_sync_bfly(total, offset=2)
 
     @cute.jit
-    def store_row(self, o: HopperForwardOperands, place, own: Registers, row):
-        """The lane's part of a row of out. place: (work, share, seed), row: (which, factor)."""
-        (work, share, seed), (r, factor), dtype = place, row, self.out_dtype
-        start = (Int64(work.segment) * self.spec.num_seeds + seed) * self.spec.columns
-        start += share.head * self.spec.head_dim + 2 * (cute.arch.lane_idx() % 4)
-        out = self.out_of(own)
-        for j in cutlass.range_constexpr(self.spec.head_dim // COLUMN_GROUP):
-            pair = cute.make_rmem_tensor(2, Float32)
-            pair.fill(0.0)
-            if work.steps > 0:
-                pair[0], pair[1] = out[0, r, j] * factor, out[1, r, j] * factor
-            rounded = cute.make_rmem_tensor(2, dtype)
-            rounded.store(pair.load().to(dtype))
-            offset = (start + COLUMN_GROUP * j) * (dtype.width // 8)
-            store_words(o.out, offset, cute.recast_tensor(rounded, Uint32))
-
-    @cute.jit
-    def store_state(self, o: HopperForwardOperands, place, total: Float32, shift: Float32):
-        """lse and ⌊log2 l⌋ of a row."""
-        work, share, seed = place
-        index = (Int64(work.segment) * self.spec.num_heads + share.head) * self.spec.num_seeds + seed
-        exponent = Int32(total.bitcast(Uint32) >> 23) - 127 - self.numerics.p_scale_log2
-        lse = cute.make_tensor(element_pointer(o.lse, index, 4), cute.make_layout(1))
-        lse[0] = (cute.math.log2(total) - shift) * math.log(2.0)
-        row_sum = cute.make_tensor(element_pointer(o.row_sum_log2, index, 4), cute.make_layout(1))
-        row_sum[0] = exponent if total != 0.0 else Int32(-127)
+    def store_row(self, o: HopperForwardOperands, place, values: cute.Tensor, state):
+        """The lane's values (e, j) of a row, and the row's (lse, ⌊log2 l⌋). place: (segment, share, which row)."""
+        (segment, share, r), (lse, row_sum_log2), dtype = place, state, self.out_dtype
+        lane, spec = cute.arch.lane_idx(), self.spec
+        seed = self.first_seed(share) + lane // 4 + 8 * r
+        if seed < spec.num_seeds:
+            start = (Int64(segment) * spec.num_seeds + seed) * spec.columns + share.head * spec.head_dim
+            for j in cutlass.range_constexpr(spec.head_dim // COLUMN_GROUP):
+                rounded = cute.make_rmem_tensor(2, dtype)
+                rounded.store(values[None, j].load().to(dtype))
+                offset = (start + COLUMN_GROUP * j + 2 * (lane % 4)) * (dtype.width // 8)
+                store_words(o.out, offset, cute.recast_tensor(rounded, Uint32))
+            if lane % 4 == 0:
+                index = (Int64(segment) * spec.num_heads + share.head) * spec.num_seeds + seed
+                cute.make_tensor(element_pointer(o.lse, index, 4), cute.make_layout(1))[0] = lse
+                cute.make_tensor(element_pointer(o.row_sum_log2, index, 4), cute.make_layout(1))[0] = row_sum_log2
 
 
 @cute.jit
@@ -663,9 +680,15 @@ class Attended(NamedTuple):
     row_sum_log2: Tensor  # [B, H, S] int32
 
 
+def work_by_length(offsets: Tensor) -> Tensor:
+    """`Work` of each segment, the longest first; on the device. → [B, 4] int32"""
+    lengths, order = torch.sort(offsets.diff(), descending=True, stable=True)
+    return torch.stack([order, offsets[order], lengths, (lengths + TILE - 1) // TILE], dim=1).int()
+
+
 def launch(
     spec: HopperForwardSpec, q: HopperOperand, k: HopperOperand, v: HopperOperand, offsets: Tensor,
-    config: HopperForwardConfig | None = None,
+    config: HopperForwardConfig | None = None, work: Tensor | None = None,
 ) -> Attended:  # fmt: skip
     """Allocate the results and start the kernel on the current stream.
 
@@ -673,6 +696,7 @@ def launch(
         q: [S, E] or [B·S, E].    k: [T, E].    v: the transposed payload [T // 16 + B, E, 16].
         offsets: [B + 1] of spec.offsets_dtype.
         config: instead of the one that `choose_config` takes.
+        work: what `work_by_length(offsets)` gave, for calls that share it.
     """
     num_segments, device = offsets.shape[0] - 1, k.data.device
     state = (num_segments, spec.num_heads, spec.num_seeds)
@@ -685,11 +709,9 @@ def launch(
         return Attended(result.out.zero_(), result.lse.fill_(-math.inf), result.row_sum_log2.fill_(-127))
     facts = device_facts(device)
     workers = max(1, min(num_segments, num_multiprocessors(device) // spec.groups))
-    lengths, order = torch.sort(offsets.diff(), descending=True, stable=True)
-    work = torch.stack([order, offsets[order], lengths, (lengths + TILE - 1) // TILE], dim=1).int()
     operands = HopperForwardOperands(
         aligned(q.data), q.scales.contiguous(), aligned(k.data), k.scales.contiguous(), aligned(v.data),
-        v.scales.contiguous(), work, result.out.flatten(0, 1), result.lse, result.row_sum_log2,
+        v.scales.contiguous(), work_by_length(offsets) if work is None else work, result.out.flatten(0, 1), result.lse, result.row_sum_log2,
     )  # fmt: skip
     with torch.cuda.device(device):
         compiled(facts.arch, spec, config or choose_config(spec, facts))(operands, workers * spec.groups)
