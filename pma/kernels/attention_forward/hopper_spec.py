@@ -82,7 +82,8 @@ class HopperForwardSpec:
 class HopperForwardConfig:
     """stages: tiles of K and of V in flight, each · ctas: of a cluster, which share loads of K and V · promotion: KV
     tiles after which O moves to fp32 sums in shared memory, 0 for never · scores: type of the accumulators of Q Kᵀ ·
-    is_optimistic: exponentials are computed before the maxima, and again if a maximum has moved too far."""
+    is_optimistic: exponentials are computed before the maxima, and again if a maximum has moved too far; registers do
+    not suffice for it with fp32 scores and heads of 128."""
 
     stages: int
     ctas: int

@@ -23,7 +23,7 @@ LEAST_FACTOR, MOST_FACTOR = 2.0**-100, 2.0**100  # so that −inf stays −inf, 
 
 
 class FloatScores:
-    """Scores in fp32. Exponentials take their place."""
+    """Scores in fp32."""
 
     dtype = Float32
 
@@ -32,8 +32,8 @@ class FloatScores:
         return cute.make_tensor(accumulators.iterator, cute.make_layout((2, LANE_ROWS, GROUPS)))
 
     @cute.jit
-    def place_of_weights(self, scores: cute.Tensor) -> cute.Tensor:
-        return scores
+    def new_weights(self) -> cute.Tensor:
+        return cute.make_rmem_tensor(cute.make_layout((2, LANE_ROWS, GROUPS)), Float32)
 
     @cute.jit
     def encode(self, value: Float32) -> Uint32:
@@ -113,7 +113,7 @@ class FloatScores:
 
 
 class HalfScores:
-    """Scores in pairs e = 0, 1 of fp16; exponentials beside them."""
+    """Scores in pairs e = 0, 1 of fp16."""
 
     dtype = Float16
 
@@ -123,7 +123,7 @@ class HalfScores:
         return cute.make_tensor(pointer, cute.make_layout((LANE_ROWS, GROUPS)))
 
     @cute.jit
-    def place_of_weights(self, scores: cute.Tensor) -> cute.Tensor:
+    def new_weights(self) -> cute.Tensor:
         return cute.make_rmem_tensor(cute.make_layout((LANE_ROWS, GROUPS)), Uint32)
 
     @cute.jit

@@ -482,7 +482,7 @@ class HopperForward:
         count = work.num_rows - self.tile(work, step) * TILE
         if count < TILE:
             self.scores.mask(scores, count - 2 * (cute.arch.lane_idx() % 4))
-        weights = self.scores.place_of_weights(scores)
+        weights = self.scores.new_weights()
         if const_expr(self.config.is_optimistic):
             if step > 0:
                 self.scores.exponentials(weights, scores, factors, own.shifts, folds)
@@ -707,11 +707,13 @@ def launch(
     )
     if num_segments == 0 or k.data.shape[0] == 0:  # a tensor map has no room for no rows
         return Attended(result.out.zero_(), result.lse.fill_(-math.inf), result.row_sum_log2.fill_(-127))
+    if work is None:
+        work = work_by_length(offsets)
     facts = device_facts(device)
     workers = max(1, min(num_segments, num_multiprocessors(device) // spec.groups))
     operands = HopperForwardOperands(
         aligned(q.data), q.scales.contiguous(), aligned(k.data), k.scales.contiguous(), aligned(v.data),
-        v.scales.contiguous(), work_by_length(offsets) if work is None else work, result.out.flatten(0, 1), result.lse, result.row_sum_log2,
+        v.scales.contiguous(), work, result.out.flatten(0, 1), result.lse, result.row_sum_log2,
     )  # fmt: skip
     with torch.cuda.device(device):
         compiled(facts.arch, spec, config or choose_config(spec, facts))(operands, workers * spec.groups)
