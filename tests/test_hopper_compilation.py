@@ -99,6 +99,13 @@ def test_scores_in_fp16_need_headroom():
         assert choose_config(spec, SM90).scores == ("fp16" if fits else "fp32")
 
 
+def test_choices_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="ctas must divide the 1 seed tiles, got 2"):
+        choose_config(replace(DEFAULT, num_seeds=100), SM90, ctas=2)
+    with pytest.raises(ValueError, match="headroom_exponent of 5"):
+        choose_config(replace(DEFAULT, numerics=replace(HOPPER_NUMERICS, headroom_exponent=0)), SM90, scores="fp16")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

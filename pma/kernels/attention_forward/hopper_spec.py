@@ -125,6 +125,10 @@ def choose_config(spec: HopperForwardSpec, facts: DeviceFacts, **choices: object
         "is_optimistic": scores == "fp16",
     }  # fmt: skip
     config = HopperForwardConfig(**defaults | choices)  # type: ignore[arg-type]
+    if spec.seed_tiles % config.ctas:
+        raise ValueError(f"ctas must divide the {spec.seed_tiles} seed tiles, got {config.ctas}")
+    if config.scores == "fp16" and not fits_fp16(spec):
+        raise ValueError("scores='fp16' needs a headroom_exponent of 5 for heads of 128, 4 for 64")
     if config.stages:
         return config
     room = facts.shared_bytes_per_block - BOOKKEEPING_BYTES - config.sum_bytes(spec)
