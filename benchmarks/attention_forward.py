@@ -41,6 +41,7 @@ VARIANTS: dict[str, tuple[dict, dict]] = {
     "not-optimistic": ({}, {"is_optimistic": False}),
     "fp32-scores": ({}, {"scores": "fp32"}),
     "3-stages": ({}, {"stages": 3}),
+    "narrow-stores": ({}, {"wide_stores": False}),
     "forward-order": ({"kv_order": "forward"}, {}),
 }
 

@@ -80,16 +80,24 @@ class HopperForwardSpec:
 
 @dataclass(frozen=True)
 class HopperForwardConfig:
-    """stages: tiles of K and of V in flight, each · ctas: of a cluster, which share loads of K and V · promotion: KV
-    tiles after which O moves to fp32 sums in shared memory, 0 for never · scores: type of the accumulators of Q Kᵀ ·
-    is_optimistic: exponentials are computed before the maxima, and again if a maximum has moved too far; registers do
-    not suffice for it with fp32 scores and heads of 128."""
+    """How the kernel is laid out.
+
+    Attributes:
+        stages: tiles of K and of V in flight, each.
+        ctas: of a cluster, which share loads of K and V.
+        promotion: KV tiles after which O moves to fp32 sums in shared memory, 0 for never.
+        scores: type of the accumulators of Q Kᵀ.
+        is_optimistic: exponentials are computed before the maxima, and again if a maximum has moved too far; registers
+            do not suffice for it with fp32 scores and heads of 128.
+        wide_stores: lanes exchange results of 16 bits, so that each stores 16 bytes.
+    """
 
     stages: int
     ctas: int
     promotion: int
     scores: Literal["fp16", "fp32"]
     is_optimistic: bool
+    wide_stores: bool
 
     @property
     def threads(self) -> int:
@@ -122,7 +130,7 @@ def choose_config(spec: HopperForwardSpec, facts: DeviceFacts, **choices: object
     scores = choices.get("scores", "fp16" if fits_fp16(spec) else "fp32")
     defaults = {
         "stages": 0, "ctas": 2 if spec.seed_tiles % 2 == 0 else 1, "promotion": 8, "scores": scores,
-        "is_optimistic": scores == "fp16",
+        "is_optimistic": scores == "fp16", "wide_stores": True,
     }  # fmt: skip
     config = HopperForwardConfig(**defaults | choices)  # type: ignore[arg-type]
     if spec.seed_tiles % config.ctas:
