@@ -33,6 +33,7 @@ ALONE = "kernel-alone"
 VARIANTS: dict[str, tuple[dict, dict]] = {
     "pma": ({}, {}),
     ALONE: ({}, {}),
+    "lse-of-product": ({}, {"exact_lse": False}),
     "fp32-sum": ({"denominator": "fp32"}, {}),
     "no-cluster": ({}, {"ctas": 1}),
     "no-promotion": ({}, {"promotion": 0}),

@@ -28,7 +28,9 @@ class Shared(NamedTuple):
 
     k: Ring  # of tiles of K with the scales of K and V: loads and scales → compute
     v: Ring  # of tiles of V with the rows that sum P: loads and scales → compute
-    records: cute.Tensor  # [16, stages] words: 4 scales of K, 4 folds of V, the largest scale byte of V
+    records: (
+        cute.Tensor
+    )  # [16, stages] words by four: scales of K, folds of V, V's largest scale byte, what undoes the folds
     k_bytes: cute.Tensor  # [128·D, stages]
     v_bytes: cute.Tensor  # [128·(rows of Vᵀ), stages]
     sums: cute.Tensor | None  # [4, 128, (rows of Vᵀ) / 8, 2] float32: O of the thread of a warpgroup
@@ -60,7 +62,7 @@ class Registers(NamedTuple):
     out: cute.Tensor
     shifts: cute.Tensor  # [2] float32: P = 2^(score + shift)
     ended_shifts: cute.Tensor  # [2] float32: those that a segment ended with
-    totals: cute.Tensor  # [2] float32: of the lane's P, if they are summed before the cast
+    totals: cute.Tensor  # [2] float32: of the lane's P before the cast, if they are summed
     ended_totals: cute.Tensor  # [2] float32
     factors: cute.Tensor  # [2] float32: by which a moved maximum lowers what came before
     missed: cute.Tensor  # [2] float32: product of those that the sums in shared memory have not seen

@@ -89,6 +89,7 @@ class HopperForwardConfig:
         scores: type of the accumulators of Q Kᵀ.
         is_optimistic: exponentials are computed before the maxima, and again if a maximum has moved too far; registers
             do not suffice for it with fp32 scores and heads of 128.
+        exact_lse: lse is that of P before its cast, not of the sum that O is divided by.
         wide_stores: lanes exchange results of 16 bits, so that each stores 16 bytes.
     """
 
@@ -97,6 +98,7 @@ class HopperForwardConfig:
     promotion: int
     scores: Literal["fp16", "fp32"]
     is_optimistic: bool
+    exact_lse: bool
     wide_stores: bool
 
     @property
@@ -130,7 +132,7 @@ def choose_config(spec: HopperForwardSpec, facts: DeviceFacts, **choices: object
     scores = choices.get("scores", "fp16" if fits_fp16(spec) else "fp32")
     defaults = {
         "stages": 0, "ctas": 2 if spec.seed_tiles % 2 == 0 else 1, "promotion": 8, "scores": scores,
-        "is_optimistic": scores == "fp16", "wide_stores": True,
+        "is_optimistic": scores == "fp16", "exact_lse": True, "wide_stores": True,
     }  # fmt: skip
     config = HopperForwardConfig(**defaults | choices)  # type: ignore[arg-type]
     if spec.seed_tiles % config.ctas:

@@ -37,7 +37,7 @@ class FloatScores:
 
     @cute.jit
     def encode(self, value: Float32) -> Uint32:
-        """A fold as `exponentials` takes it."""
+        """A fold, or what undoes it, as `exponentials` and `total` take it."""
         return value.bitcast(Uint32)
 
     @cute.jit
@@ -88,7 +88,7 @@ class FloatScores:
                         weights[e, r, j] = cute.math.exp2(octaves, fastmath=True)
 
     @cute.jit
-    def total(self, weights: cute.Tensor, folds: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
+    def total(self, weights: cute.Tensor, unfolds: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
         """Sum of the lane's P of a row, without folds."""
         total = Float32(0.0)
         for block in cutlass.range_constexpr(BLOCKS):
@@ -96,7 +96,7 @@ class FloatScores:
             of_block = weights[0, r, first] + weights[1, r, first]
             for j in cutlass.range_constexpr(first + 1, first + BLOCK_GROUPS):
                 of_block += weights[0, r, j] + weights[1, r, j]
-            total += of_block * cute.math.exp2(-folds[block].bitcast(Float32), fastmath=True)
+            total += of_block * unfolds[block].bitcast(Float32)
         return total
 
     @cute.jit
@@ -177,14 +177,13 @@ class HalfScores:
                     weights[r, j] = half.exp2_of_pair(half.fma_pairs(scores[r, j], factors[block], shift))
 
     @cute.jit
-    def total(self, weights: cute.Tensor, folds: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
+    def total(self, weights: cute.Tensor, unfolds: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
         both = Uint32(0)
         for block in cutlass.range_constexpr(BLOCKS):
             first = block * BLOCK_GROUPS
             left = half.add_pairs(weights[r, first], weights[r, first + 1])
             right = half.add_pairs(weights[r, first + 2], weights[r, first + 3])
-            unfold = half.exp2_of_pair(half.negate_pair(folds[block]))
-            both = half.fma_pairs(half.add_pairs(left, right), unfold, both)
+            both = half.fma_pairs(half.add_pairs(left, right), unfolds[block], both)
         return half.sum_of_pair(both)
 
     @cute.jit

@@ -12,8 +12,8 @@ Each CTA keeps one head and 128 seeds, whose Q stays in registers, and goes thro
 KV tile of 128 events after the other. K comes by TMA from the jagged rows. V is the transposed payload, its groups of
 16 tokens by a bulk copy each; a group behind the segment's last is that one again, so neither pads nor neighbours are
 read, and their P is 0. Its token order makes the accumulators of S the operand P without a shuffle. Two rows behind
-Vᵀ's hold what undoes the fold, 2^(0 … 12) as two factors of E4M3, so that l comes out of the product (without it for
-`denominator="fp32"`).
+Vᵀ's hold what undoes the fold, 2^(0 … 12) as two factors of E4M3, so that the l that O is divided by comes out of the
+product; that of lse is summed in registers (`exact_lse`). With `denominator="fp32"` the latter serves both.
 
 FP8 sums keep about 13 bits on Hopper: every few tiles O moves into fp32 sums in shared memory (`promotion`).
 
@@ -77,7 +77,7 @@ LOAD_WARP, SCALE_WARP = 0, 1
 COMPUTE_WARPS = 4 * WARPGROUPS
 REGISTERS = {"compute": 240, "others": 24}
 GROUPS = TILE // GROUP  # of tokens in a tile
-FOLDS, LARGEST = BLOCKS, 2 * BLOCKS  # places in a record
+FOLDS, LARGEST, UNFOLDS = BLOCKS, 2 * BLOCKS, 3 * BLOCKS  # places in a record
 FIRST_WEIGHT = 8  # octaves that the first row of weights undoes; E4M3 holds 2^8
 WORD = 4
 
@@ -91,6 +91,7 @@ class HopperForward:
         self.out_dtype = CUTE_DTYPES[spec.out_dtype]
         self.scores = HalfScores() if config.scores == "fp16" else FloatScores()
         self.sums_in_product = spec.numerics.denominator == "quantized"
+        self.sums_in_registers = not self.sums_in_product or config.exact_lse
         self.out_groups = spec.v_rows // COLUMN_GROUP
 
     @cute.jit
@@ -287,7 +288,9 @@ class HopperForward:
                     word = self.scores.encode(-Float32(octaves))
                 if lane == LARGEST:
                     word = Uint32(largest)
-                if lane <= LARGEST:
+                if lane >= UNFOLDS:
+                    word = self.scores.encode(block_scale(SCALE_ONE + octaves))
+                if lane < RECORD_WORDS:
                     shared.records[lane, stage] = word
                 arrive(shared.k.full + stage)
                 if const_expr(self.sums_in_product):
@@ -466,20 +469,20 @@ class HopperForward:
 
     @cute.jit
     def read_scales(self, shared: Shared, stage: Int32, q_factor: Float32):
-        """(octaves of a unit of score, fold) of each block of a tile."""
-        scales, folds = cute.make_rmem_tensor(BLOCKS, Uint32), cute.make_rmem_tensor(BLOCKS, Uint32)
+        """(octaves of a unit of score, fold, what undoes it) of each block of a tile."""
+        scales, folds, unfolds = (cute.make_rmem_tensor(BLOCKS, Uint32) for _ in range(3))
         record = shared.records[None, stage]
         for block in cutlass.range_constexpr(BLOCKS):
-            scales[block], folds[block] = record[block], record[FOLDS + block]
-        return self.scores.factors(scales, q_factor), folds
+            scales[block], folds[block], unfolds[block] = record[block], record[FOLDS + block], record[UNFOLDS + block]
+        return self.scores.factors(scales, q_factor), folds, unfolds
 
     @cute.jit
     def softmax(self, own: Registers, scores: cute.Tensor, scales, place):
         """(P before its cast, whether a maximum has moved, which `own.factors` tells).
 
-        scales: (factors, folds), place: (work, step).
+        scales: (factors, folds, unfolds), place: (work, step).
         """
-        (factors, folds), (work, step) = scales, place
+        (factors, folds, unfolds), (work, step) = scales, place
         count = work.num_rows - self.tile(work, step) * TILE
         if count < TILE:
             self.scores.mask(scores, count - 2 * (cute.arch.lane_idx() % 4))
@@ -497,9 +500,9 @@ class HopperForward:
                 self.scores.exponentials(weights, scores, factors, own.shifts, folds)
         if const_expr(not self.config.is_optimistic):
             self.scores.exponentials(weights, scores, factors, own.shifts, folds)
-        if const_expr(not self.sums_in_product):
+        if const_expr(self.sums_in_registers):
             for r in cutlass.range_constexpr(LANE_ROWS):
-                own.totals[r] += self.scores.total(weights, folds, r)
+                own.totals[r] += self.scores.total(weights, unfolds, r)
         return weights, has_moved
 
     @cute.jit
@@ -583,8 +586,9 @@ class HopperForward:
             own.missed.fill(1.0)
         out = self.out_of(own)
         for r in cutlass.range_constexpr(LANE_ROWS):
-            total = self.row_sum(own, r)
-            factor = block_scale(Int32(largest)) / total
+            divisor = self.row_sum(own, r, self.sums_in_product)
+            total = self.row_sum(own, r, not self.sums_in_registers)
+            factor = block_scale(Int32(largest)) / divisor
             values = cute.make_rmem_tensor((2, self.spec.head_dim // COLUMN_GROUP), Float32)
             for j in cutlass.range_constexpr(self.spec.head_dim // COLUMN_GROUP):
                 values[0, j], values[1, j] = out[0, r, j] * factor, out[1, r, j] * factor
@@ -601,9 +605,9 @@ class HopperForward:
             self.store_row(o, (*place, r), zeros, (-Float32.inf, Int32(-127)))
 
     @cute.jit
-    def row_sum(self, own: Registers, r: cutlass.Constexpr[int]) -> Float32:
-        """l of a row, in units of P's static scale."""
-        if const_expr(self.sums_in_product):
+    def row_sum(self, own: Registers, r: cutlass.Constexpr[int], of_product: cutlass.Constexpr[bool]) -> Float32:
+        """l of a row in units of P's static scale, of the cast P or of P before."""
+        if const_expr(of_product):
             out, last = self.out_of(own), self.out_groups - 1
             total = out[0, r, last] + out[1, r, last] * 2.0**FIRST_WEIGHT  # in the first lane of four
             return cute.arch.shuffle_sync(total, cute.arch.lane_idx() // 4 * 4)

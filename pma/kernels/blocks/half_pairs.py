@@ -51,10 +51,6 @@ def exp2_of_pair(a: Uint32) -> Uint32:
     return _on_pairs("ex2.approx.f16x2 $0, $1;", a)
 
 
-def negate_pair(a: Uint32) -> Uint32:
-    return a ^ Uint32(0x80008000)
-
-
 def e4m3_of_pairs(a: Uint32, b: Uint32) -> Uint32:
     """Four numbers as E4M3 bytes, saturating."""
     text = (
