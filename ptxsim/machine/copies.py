@@ -107,8 +107,12 @@ def _arrive_after_copies(instruction: Instruction, operands: Operands) -> Handle
 
 
 def _bulk_load(instruction: Instruction, operands: Operands) -> Handler:
-    """cp.async.bulk.shared::{cta,cluster}.{global,shared::cta}: bytes in a row, reported to an mbarrier."""
+    """cp.async.bulk.shared::{cta,cluster}.{global,shared::cta}: bytes in a row, reported to an mbarrier.
+
+    From global memory also into several CTAs (multicast).
+    """
     texts = instruction.operands
+    multicast = operands.value(texts[4]) if "multicast::cluster" in instruction.opcode else None
     target, size, barrier = (
         operands.shared_address(texts[0]),
         operands.value(texts[2]),
@@ -123,19 +127,30 @@ def _bulk_load(instruction: Instruction, operands: Operands) -> Handler:
             place, origin, count, signal = (each(warp, lane) for each in (target, source, size, barrier))
             _check_bulk(place, origin, count)
 
-            def copy(operation: Any, place=place, origin=origin, count=count, signal=signal) -> None:
-                if from_shared:
-                    data = cluster.shared_bytes(origin, count).copy()
-                    operation.shared_read(rank_of(origin), offset_of(origin), count)
-                else:
-                    data = global_view(origin, count)
-                cluster.shared_bytes(place, count)[...] = data
-                operation.shared_write(rank_of(place), offset_of(place), count)
-                cluster.mbarrier(signal).complete_bytes(count, operation.clock)
-
-            cluster.engine.submit(warp, "bulk copy into shared memory", copy)
+            for rank in _destinations(multicast, warp, lane, place):
+                signalled = in_cta(signal, _signalled_rank(rank, signal, multicast, False))
+                load = _BulkLoad(cluster, (origin, from_shared), in_cta(place, rank), count, signalled)
+                cluster.engine.submit(warp, "bulk copy into shared memory", load)
 
     return handler
+
+
+class _BulkLoad:
+    """A bulk copy into shared memory, when it completes. origin: (address, whether it is in shared memory)."""
+
+    def __init__(self, cluster: Any, origin: tuple[int, bool], place: int, count: int, signal: int):
+        self.cluster, self.origin, self.place, self.count, self.signal = cluster, origin, place, count, signal
+
+    def __call__(self, operation: Any) -> None:
+        cluster, (origin, from_shared), count = self.cluster, self.origin, self.count
+        if from_shared:
+            data = cluster.shared_bytes(origin, count).copy()
+            operation.shared_read(rank_of(origin), offset_of(origin), count)
+        else:
+            data = global_view(origin, count)
+        cluster.shared_bytes(self.place, count)[...] = data
+        operation.shared_write(rank_of(self.place), offset_of(self.place), count)
+        cluster.mbarrier(self.signal).complete_bytes(count, operation.clock)
 
 
 def _bulk_store(instruction: Instruction, operands: Operands) -> Handler:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int16, Int32
 from cutlass.experimental import primitives
 
 CONSUMER_BARRIER = 1  # named barrier of the consuming warps
@@ -23,11 +23,12 @@ class Ring(NamedTuple):
 
 @cute.jit
 def init_ring(
-    full: cute.Pointer, empty: cute.Pointer, stages: cutlass.Constexpr[int], consumers: cutlass.Constexpr[int]
-):
+    full: cute.Pointer, empty: cute.Pointer, stages: cutlass.Constexpr[int], consumers: cutlass.Constexpr[int],
+    producers: cutlass.Constexpr[int] = 1,
+):  # fmt: skip
     """Initialise the barriers; call in one thread, then `mbarrier_init_fence` and a block-wide barrier."""
     for stage in cutlass.range_constexpr(stages):
-        cute.arch.mbarrier_init(full + stage, 1)
+        cute.arch.mbarrier_init(full + stage, producers)
         cute.arch.mbarrier_init(empty + stage, consumers)
 
 
@@ -42,16 +43,27 @@ def next_stage(stage: Int32, parity: Int32, stages: cutlass.Constexpr[int]):
 
 
 @cute.jit
-def arrive(barrier: cute.Pointer):
-    """One arrival, by a whole warp and behind all of it."""
+def arrive(barrier: cute.Pointer, ctas: cutlass.Constexpr[int] = 1):
+    """One arrival, by a whole warp and behind all of it; in a cluster at the barrier of each of its `ctas` CTAs."""
     cute.arch.sync_warp()
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier)
+        if cutlass.const_expr(ctas == 1):
+            cute.arch.mbarrier_arrive(barrier)
+        else:
+            for rank in cutlass.range_constexpr(ctas):
+                cute.arch.mbarrier_arrive(barrier, rank)
 
 
 @cute.jit
-def bulk_load(shared: cute.Pointer, source: cute.Pointer, num_bytes: Int32, full: cute.Pointer):
-    """Copy bytes from global to shared memory; both addresses and the size are multiples of 16. Call in one thread."""
+def bulk_load(
+    shared: cute.Pointer, source: cute.Pointer, num_bytes: Int32, full: cute.Pointer,
+    ctas: cutlass.Constexpr[int] = 1,
+):  # fmt: skip
+    """Copy bytes from global to shared memory, of each CTA of a cluster of `ctas`; call in one thread.
+
+    Both addresses and the size are multiples of 16.
+    """
     primitives.cp_async_bulk_shared_cluster_global(
-        shared.to_llvm_ptr(), source.to_llvm_ptr(), full.to_llvm_ptr(), num_bytes
-    )
+        shared.to_llvm_ptr(), source.to_llvm_ptr(), full.to_llvm_ptr(), num_bytes,
+        multicast_mask=Int16((1 << ctas) - 1) if cutlass.const_expr(ctas > 1) else None,
+    )  # fmt: skip
