@@ -4,7 +4,7 @@
 
 768 segments, 512 shared seeds, 3 heads of 128: lengths drawn uniformly from 1 … max-length, with --uniform all of the
 greatest. TFLOP/s counts 4·S·T·E of the real events. Standard-normal V; K with a magnitude of 1/2 … 2 for each 32
-events. Variants share one run, four calls of each in turn, medians of 15 rounds. "pma" includes the order of segments,
+events. Variants share one run, each alone for most of a second (`sustained.py`). "pma" includes the order of segments,
 "kernel-alone" does not; the others change one thing of it (`VARIANTS`).
 
 --check compares seven segments with float64 on the dequantised operands, for V with mean 0 and mean 1, and counts NaN.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import record
-from benchmarks.timing import side_by_side
+from benchmarks.sustained import measure
 from pma.jagged import equal_offsets, row_block_starts
 from pma.kernels.attention_forward.hopper_spec import HOPPER_NUMERICS, HopperForwardSpec, choose_config
 from pma.kernels.device_facts import SM90
@@ -33,13 +33,14 @@ ALONE = "kernel-alone"
 VARIANTS: dict[str, tuple[dict, dict]] = {
     "pma": ({}, {}),
     ALONE: ({}, {}),
+    "waits-early": ({}, {"waits_late": False}),
+    "cluster": ({}, {"ctas": 2}),
+    "optimistic": ({}, {"is_optimistic": True}),
     "lse-of-product": ({}, {"exact_lse": False}),
     "fp32-sum": ({"denominator": "fp32"}, {}),
-    "no-cluster": ({}, {"ctas": 1}),
     "no-promotion": ({}, {"promotion": 0}),
     "promotion-4": ({}, {"promotion": 4}),
     "promotion-16": ({}, {"promotion": 16}),
-    "not-optimistic": ({}, {"is_optimistic": False}),
     "fp32-scores": ({}, {"scores": "fp32"}),
     "3-stages": ({}, {"stages": 3}),
     "narrow-stores": ({}, {"wide_stores": False}),
@@ -138,19 +139,21 @@ def compare(shape: Shape, max_length: int, variants: list[str], *, is_uniform: b
     p = make_problem(shape, max_length, is_uniform=is_uniform)
     events = int(p.offsets[-1])
     calls = {name: attention(p, shape, name) for name in variants} | {PEER: flash_attention(p, shape)}
-    times = side_by_side(calls, captures=False)
+    measured = {name: measure(call) for name, call in calls.items()}
+    times = {name: each["ms"] for name, each in measured.items()}
     problem = f"{shape.segments} segments, {events:,} events, {'all' if is_uniform else 'up to'} {max_length:,}"
     print(problem, flush=True)
     rows = []
     for variant, milliseconds in times.items():
         speed = 4 * shape.seeds * events * shape.columns / milliseconds / 1e9
         ratio = times[PEER] / milliseconds
-        print(f"    {variant:32}{milliseconds:9.3f} ms{speed:8.0f} TFLOP/s{ratio:7.3f}x", flush=True)
+        state = f"{measured[variant]['clock MHz']:.0f} MHz, {measured[variant]['power W']} W"
+        print(f"    {variant:32}{milliseconds:9.3f} ms{speed:8.0f} TFLOP/s{ratio:7.3f}x  {state}", flush=True)
         rows.append(
             {
-                "problem": problem, **shape._asdict(), "variant": variant, "ms": round(milliseconds, 4),
+                "problem": problem, **shape._asdict(), "variant": variant, **measured[variant],
                 "TFLOP/s": round(speed, 1), "times peer": round(ratio, 4),
-                "protocol": "interleaved, 4 calls each, median of 15",
+                "protocol": "each alone for 0.8 s, median of the second half",
             }
         )  # fmt: skip
     record.append("attention_forward", rows)

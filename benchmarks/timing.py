@@ -1,8 +1,7 @@
 """Side-by-side times of several variants in one run on a GPU.
 
-Each variant is captured in a CUDA graph of several calls, so that the host takes no part (or, for kernels much longer
-than their launch, called several times); all graphs are warmed, then replayed in turn, round after round; the median
-over the rounds counts. Inputs are the caller's: random, and larger
+Each variant is captured in a CUDA graph of several calls, so that the host takes no part; all graphs are warmed, then
+replayed in turn, round after round; the median over the rounds counts. Inputs are the caller's: random, and larger
 than the L2 cache, or rotated by the variant itself.
 """
 
@@ -15,19 +14,15 @@ import torch
 from benchmarks import record
 
 
-def side_by_side(
-    variants: dict[str, Callable[[], object]], *, calls: int = 4, rounds: int = 15, captures: bool = True
-) -> dict[str, float]:
+def side_by_side(variants: dict[str, Callable[[], object]], *, calls: int = 4, rounds: int = 15) -> dict[str, float]:
     """Median milliseconds of one call of each variant."""
-    replays = {
-        name: _capture(call, calls).replay if captures else _repeat(call, calls) for name, call in variants.items()
-    }
+    graphs = {name: _capture(call, calls) for name, call in variants.items()}
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in variants}
     for _ in range(rounds + 2):
-        for name, replay in replays.items():
+        for name, graph in graphs.items():
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
-            replay()
+            graph.replay()
             end.record()
             events[name].append((begin, end))
     torch.cuda.synchronize()
@@ -35,15 +30,6 @@ def side_by_side(
         name: statistics.median(begin.elapsed_time(end) for begin, end in pairs[2:]) / calls
         for name, pairs in events.items()
     }
-
-
-def _repeat(call: Callable[[], object], calls: int) -> Callable[[], None]:
-    def repeat() -> None:
-        for _ in range(calls):
-            call()
-
-    call()  # compiles
-    return repeat
 
 
 def _capture(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:

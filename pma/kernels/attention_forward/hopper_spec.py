@@ -100,6 +100,7 @@ class HopperForwardConfig:
     is_optimistic: bool
     exact_lse: bool
     wide_stores: bool
+    waits_late: bool = True
 
     @property
     def threads(self) -> int:
@@ -131,8 +132,8 @@ def choose_config(spec: HopperForwardSpec, facts: DeviceFacts, **choices: object
     """
     scores = choices.get("scores", "fp16" if fits_fp16(spec) else "fp32")
     defaults = {
-        "stages": 0, "ctas": 2 if spec.seed_tiles % 2 == 0 else 1, "promotion": 8, "scores": scores,
-        "is_optimistic": scores == "fp16", "exact_lse": True, "wide_stores": True,
+        "stages": 0, "ctas": 1, "promotion": 8, "scores": scores,
+        "is_optimistic": False, "exact_lse": True, "wide_stores": True,
     }  # fmt: skip
     config = HopperForwardConfig(**defaults | choices)  # type: ignore[arg-type]
     if spec.seed_tiles % config.ctas:

@@ -62,6 +62,7 @@ from pma.kernels.blocks.warpgroup_product import (
     LANE_ROWS,
     WARP_ROWS,
     accumulators,
+    finish_first,
     fp8_product,
     multiply,
     operand_registers,
@@ -390,12 +391,12 @@ class HopperForward:
                     q_factor = self.load_q(o, share, work.segment, own)
             scores = accumulators(score_product, TILE, self.scores.dtype)
             cute.arch.mbarrier_wait(shared.k.full + k_stage, k_parity)
-            if step == 0:
-                largest = shared.records[LARGEST, k_stage]
-            scales = self.read_scales(shared, k_stage, q_factor)
             multiply(score_product, scores, own.q, k[None, None, None, k_stage], False)
             cute.arch.mbarrier_wait(shared.v.full + v_stage, v_parity)
             multiply(out_product, own.out, own.p, v[None, None, None, v_stage], pending != 0)
+            if step == 0:
+                largest = shared.records[LARGEST, k_stage]
+            scales = self.read_scales(shared, k_stage, q_factor)
             warpgroup.wait_group(1)
             arrive(shared.k.empty + k_stage, config.ctas)
             k_stage, k_parity = next_stage(k_stage, k_parity, config.stages)
@@ -503,6 +504,8 @@ class HopperForward:
         if const_expr(self.sums_in_registers):
             for r in cutlass.range_constexpr(LANE_ROWS):
                 own.totals[r] += self.scores.total(weights, unfolds, r)
+            if const_expr(self.config.waits_late):
+                finish_first(own.totals[0], own.totals[1])
         return weights, has_moved
 
     @cute.jit
