@@ -33,9 +33,7 @@ ALONE = "kernel-alone"
 VARIANTS: dict[str, tuple[dict, dict]] = {
     "pma": ({}, {}),
     ALONE: ({}, {}),
-    "waits-early": ({}, {"waits_late": False}),
     "cluster": ({}, {"ctas": 2}),
-    "optimistic": ({}, {"is_optimistic": True}),
     "lse-of-product": ({}, {"exact_lse": False}),
     "fp32-sum": ({"denominator": "fp32"}, {}),
     "no-promotion": ({}, {"promotion": 0}),

@@ -45,8 +45,8 @@ def on(simulated, gpu_stand_in) -> Callable:
 
 
 ELSEWHERE = (  # only with -m full
-    "one seed", "32 seeds, one head of 64", "forward order", "bf16", "fp32 scores, optimistic",
-    "fp16 scores, not optimistic", "whole tiles only", "no promotion, no cluster", "three seed tiles",
+    "one seed", "32 seeds, one head of 64", "forward order", "bf16", "fp32 scores, heads of 64",
+    "whole tiles only", "no promotion, no cluster", "three seed tiles",
 )  # fmt: skip
 
 

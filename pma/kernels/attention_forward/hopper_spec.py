@@ -87,8 +87,6 @@ class HopperForwardConfig:
         ctas: of a cluster, which share loads of K and V.
         promotion: KV tiles after which O moves to fp32 sums in shared memory, 0 for never.
         scores: type of the accumulators of Q Kᵀ.
-        is_optimistic: exponentials are computed before the maxima, and again if a maximum has moved too far; registers
-            do not suffice for it with fp32 scores and heads of 128.
         exact_lse: lse is that of P before its cast, not of the sum that O is divided by.
         wide_stores: lanes exchange results of 16 bits, so that each stores 16 bytes.
     """
@@ -97,10 +95,8 @@ class HopperForwardConfig:
     ctas: int
     promotion: int
     scores: Literal["fp16", "fp32"]
-    is_optimistic: bool
     exact_lse: bool
     wide_stores: bool
-    waits_late: bool = True
 
     @property
     def threads(self) -> int:
@@ -133,7 +129,7 @@ def choose_config(spec: HopperForwardSpec, facts: DeviceFacts, **choices: object
     scores = choices.get("scores", "fp16" if fits_fp16(spec) else "fp32")
     defaults = {
         "stages": 0, "ctas": 1, "promotion": 8, "scores": scores,
-        "is_optimistic": False, "exact_lse": True, "wide_stores": True,
+        "exact_lse": True, "wide_stores": True,
     }  # fmt: skip
     config = HopperForwardConfig(**defaults | choices)  # type: ignore[arg-type]
     if spec.seed_tiles % config.ctas:

@@ -5,8 +5,7 @@
 Hopper's products have no block scales. With one scale for a head and 32 rows those of Q and K are one factor of 32
 scores (sQ·sK, powers of two) and go into the exponent; V's go into P before its cast, relative to sV*, the largest of
 segment and head, at least 2^-12 of it: values of V below take part as if they had that scale (2^-11 of the largest).
-shift = 6 − m, with the maximum m moving only when P would leave E4M3 (`AttentionNumerics`); exponentials may be taken
-with the maximum as it stands and, rarely, again.
+shift = 6 − m, with the maximum m moving only when P would leave E4M3 (`AttentionNumerics`).
 
 Each CTA keeps one head and 128 seeds, whose Q stays in registers, and goes through its segments, the longest first, one
 KV tile of 128 events after the other. K comes by TMA from the jagged rows. V is the transposed payload, its groups of
@@ -62,7 +61,6 @@ from pma.kernels.blocks.warpgroup_product import (
     LANE_ROWS,
     WARP_ROWS,
     accumulators,
-    finish_first,
     fp8_product,
     multiply,
     operand_registers,
@@ -488,24 +486,16 @@ class HopperForward:
         if count < TILE:
             self.scores.mask(scores, count - 2 * (cute.arch.lane_idx() % 4))
         weights = self.scores.new_weights()
-        if const_expr(self.config.is_optimistic):
-            if step > 0:
-                self.scores.exponentials(weights, scores, factors, own.shifts, folds)
         maxima = self.scores.maxima(scores, factors)
         top = self.numerics.p_scale_log2 + self.numerics.rescale_threshold_log2
         is_past = (maxima[0] + own.shifts[0] > top) | (maxima[1] + own.shifts[1] > top)
         has_moved = cute.arch.vote_any_sync(is_past | (step == 0))
         if has_moved:
             self.move(own, maxima, top, step == 0)
-            if const_expr(self.config.is_optimistic):
-                self.scores.exponentials(weights, scores, factors, own.shifts, folds)
-        if const_expr(not self.config.is_optimistic):
-            self.scores.exponentials(weights, scores, factors, own.shifts, folds)
+        self.scores.exponentials(weights, scores, factors, own.shifts, folds)
         if const_expr(self.sums_in_registers):
             for r in cutlass.range_constexpr(LANE_ROWS):
                 own.totals[r] += self.scores.total(weights, unfolds, r)
-            if const_expr(self.config.waits_late):
-                finish_first(own.totals[0], own.totals[1])
         return weights, has_moved
 
     @cute.jit

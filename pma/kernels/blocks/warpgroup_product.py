@@ -11,10 +11,8 @@ which is that of the tokens of a transposed payload (`pma/layouts/transposed.py`
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float8E4M3FN, Float32, Uint32
-from cutlass._mlir.dialects import llvm
+from cutlass import Boolean, Float8E4M3FN, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 ROWS, WARP_ROWS, LANE_ROWS = 64, 16, 2
@@ -56,19 +54,3 @@ def multiply(product: cute.TiledMma, sums: cute.Tensor, a: cute.Tensor, b: cute.
         cute.gemm(atom, sums, a[None, None, block], b[None, None, block], sums)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
-
-
-@dsl_user_op
-def finish_first(a: Float32, b: Float32, *, loc=None, ip=None):
-    """What two values come from stays in front of the waits for products behind: the assembler would move them up.
-
-    The branch that keeps it there is not taken, since neither value is negative.
-    """
-    text = (
-        "{ .reg .pred p, q; setp.lt.f32 p, $0, 0f00000000; setp.lt.f32 q, $1, 0f00000000; or.pred p, p, q; "
-        "vote.sync.any.pred p, p, 0xffffffff; @p nanosleep.u32 1; }"
-    )
-    llvm.inline_asm(
-        None, [a.ir_value(loc=loc, ip=ip), b.ir_value(loc=loc, ip=ip)], text, "f,f", has_side_effects=True,
-        is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
