@@ -4,86 +4,28 @@
     ncu --clock-control none --profile-from-start off --metrics sm__cycles_active.avg,gpu__time_duration.sum \\
         python -m benchmarks.hopper_kernels --once
 
-Each kernel runs without a pause for most of a second, so that power has settled the clock; the median of the launches
-of the second half counts, and the median of NVML's SM clock and power over that time. Appends to
-results/hopper_kernels.jsonl. --once runs each kernel once where a profiler watches, which counts cycles: under load the
-clock that NVML tells is higher than what cycles and times say.
+Each runs alone for most of a second (`sustained.py`). Appends to results/hopper_kernels.jsonl. --once runs each kernel
+once where a profiler watches, which counts cycles: under load the clock that NVML tells is higher than what cycles and
+times say.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib
-import statistics
-import threading
-import time
 from collections.abc import Callable, Iterator
 
 import torch
 
 from benchmarks import record
+from benchmarks.sustained import measure
 from pma.kernels.quantize import any_arch as quantize
 from pma.kernels.quantize.spec import QuantizeSpec
 from pma.kernels.rmsnorm_backward import any_arch as rmsnorm_backward
 from pma.kernels.rmsnorm_backward.spec import RMSNormBackwardSpec
 
-SECONDS = 0.8
 EPS = 1e-6
 Case = tuple[Callable[[], object], dict[str, float]]  # the call; its work: "FLOP" or "bytes", and what shape it has
-
-
-class Clock:
-    """Samples the SM clock and the power through NVML while it is open."""
-
-    SM = 1  # NVML_CLOCK_SM
-
-    def __init__(self) -> None:
-        self._nvml, self._device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
-        self._nvml.nvmlInit_v2()
-        self._nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self._device))
-        self.samples: list[tuple[float, int, float]] = []  # time, MHz, W
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def __enter__(self) -> Clock:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        clock, power = ctypes.c_uint(), ctypes.c_uint()
-        while not self._stop.wait(0.01):
-            self._nvml.nvmlDeviceGetClockInfo(self._device, self.SM, ctypes.byref(clock))
-            self._nvml.nvmlDeviceGetPowerUsage(self._device, ctypes.byref(power))
-            self.samples.append((time.perf_counter(), clock.value, power.value / 1e3))
-
-
-def measure(call: Callable[[], object]) -> dict[str, float]:
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    events: list[torch.cuda.Event] = []
-    with Clock() as clock:
-        begin = time.perf_counter()
-        while time.perf_counter() - begin < SECONDS:
-            for _ in range(4):
-                events.append(torch.cuda.Event(enable_timing=True))
-                events[-1].record()
-                call()
-            if len(events) > 8:
-                events[-8].synchronize()  # the queue never runs empty, nor far ahead
-        torch.cuda.synchronize()
-    half = begin + SECONDS / 2
-    times = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)][len(events) // 2 :]
-    late = [sample for sample in clock.samples if sample[0] > half]
-    return {
-        "ms": round(statistics.median(times), 4), "clock MHz": statistics.median(sample[1] for sample in late),
-        "power W": round(statistics.median(sample[2] for sample in late)),
-    }  # fmt: skip
 
 
 def attention(is_causal: bool, batch: int, length: int, heads: int) -> Iterator[tuple[str, Case]]:

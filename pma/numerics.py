@@ -14,6 +14,9 @@ from pma.checks import check_bool, check_choice, check_finite, check_int
 
 E4M3_MAX = 448.0
 E4M3_MIN_ROUNDED_UP = 2.0**-10  # half of the least subnormal 2^-9: what is not larger rounds to zero
+MAX_FOLD_LOG2 = (
+    12  # octaves that a fold of V's scales lowers P at most: 2^6, where the static scale puts 1, stays normal
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class AttentionNumerics:
         repeated_max_guard: raise the running maximum by half an octave when it occurs more than once in a tile.
         uniform_scales: one scale for all of a head's columns in 32 rows (the Hopper contract), else [32, 32] blocks.
         headroom_exponent: added to the scale exponents of Q and K (their amax lands 2^this lower).
+        folds_v_scales: multiply P by V's scales before its cast, relative to the largest of a segment and head (the
+            Hopper contract: its products have no block scales); needs uniform_scales.
     """
 
     kv_tile: int = 128
@@ -53,6 +58,7 @@ class AttentionNumerics:
     repeated_max_guard: bool = False
     uniform_scales: bool = False
     headroom_exponent: int = 0
+    folds_v_scales: bool = False
 
     def __post_init__(self) -> None:
         check_choice("kv_order", self.kv_order, ("reverse", "forward"))
@@ -70,6 +76,12 @@ class AttentionNumerics:
         check_bool("k_smoothing", self.k_smoothing)
         check_bool("repeated_max_guard", self.repeated_max_guard)
         check_bool("uniform_scales", self.uniform_scales)
+        check_bool("folds_v_scales", self.folds_v_scales)
+        if self.folds_v_scales and not (self.uniform_scales and self.p_cast == "static"):
+            raise ValueError(
+                "folds_v_scales needs uniform_scales=True and p_cast='static', got "
+                f"uniform_scales={self.uniform_scales} and p_cast={self.p_cast!r}"
+            )
         check_finite("rescale_threshold_log2", self.rescale_threshold_log2)
         threshold = self.rescale_threshold_log2 if self.p_cast == "static" else 0.0  # a block's own scale adapts
         if self.p_scale_log2 + threshold > math.log2(E4M3_MAX):

@@ -19,6 +19,9 @@ _EVENTS, _WEIGHTS, _DOUT, _LENGTHS = (1_000_003 * i for i in range(4))
 
 KERNEL_BUDGET = 2.0
 ULPS_FP32 = 16 * torch.finfo(torch.float32).eps
+ULPS_FP16 = 2 * torch.finfo(torch.float16).eps  # of scores in fp16: their rounding and that of their factor
+E4M3_ROUNDING = 2.0**-4  # largest relative error of a rounding to E4M3
+FP8_SUM_ROUNDING = 2.0**-13  # of a sum that Hopper's tensor core adds 32 products to: about 13 bits, truncated
 NASTY_LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129)
 
 # SQNR floors in dB of precision="mxfp8" against "fp32" (fp32 dQ, fp16 dQ), half a decibel below what the reference

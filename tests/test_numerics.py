@@ -8,6 +8,7 @@ import torch
 
 from pma import AttentionNumerics, underflow_fraction, underflow_threshold
 from pma.layouts import MXFP8Tensor, dequantize, quantize
+from pma.reference import operators as reference
 from pma.reference.attention import (
     AttentionShape,
     BackwardInputs,
@@ -31,6 +32,7 @@ RECORDS = [
     AttentionNumerics(k_smoothing=True),
     AttentionNumerics(repeated_max_guard=True),
     AttentionNumerics(uniform_scales=True, headroom_exponent=5),
+    AttentionNumerics(uniform_scales=True, folds_v_scales=True),
     AttentionNumerics(kv_tile=64),
 ]
 
@@ -56,6 +58,7 @@ def test_token_round_trip_and_hash(record):
         {"dq_scale_log2": 100},
         {"headroom_exponent": -3},
         {"dq_accumulation": "bf16"},
+        {"folds_v_scales": True},
     ],
     ids=str,
 )
@@ -217,3 +220,22 @@ def test_p_block_scale_equals_the_amax_of_the_p_computed():
         for row in range(4):
             data = MXFP8Tensor(*quantize(rows[row : row + 1], torch.tensor([0, 1])))
             assert torch.equal(dequantize(*data, torch.tensor([0, 1]))[0].double(), rounded[0, 0, row, columns])
+
+
+def test_v_scales_folded_into_p_change_only_what_underflows():
+    """A block of V 20 octaves below the rest keeps its large P; equal scales change no bit."""
+    events, offsets = make_jagged([64, 40], 64)
+    q = quantize(torch.randn(5, 64), torch.tensor([0, 5]), columns_per_scale=32)
+    plain = AttentionNumerics(uniform_scales=True)
+
+    def out(v, record):
+        shape = AttentionShape(5, 2)
+        return reference.attention_forward(q, v, v, offsets, shape, record.token(), torch.float32)[0]
+
+    folded = replace(plain, folds_v_scales=True)
+    equal = quantize(events.sign(), offsets, columns_per_scale=32)
+    assert torch.equal(out(equal, folded), out(equal, plain))
+    events[:32] *= 2.0**-20
+    small = quantize(events, offsets, columns_per_scale=32)
+    difference = relative_error(out(small, folded), out(small, plain))
+    assert 0 < difference < 2.0**-8, "the small block's least P round differently, and its values hardly count"

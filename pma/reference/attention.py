@@ -30,6 +30,7 @@ class Operands(NamedTuple):
     k: Tensor  # [T, E]
     v: Tensor  # [T, E]
     offsets: Tensor  # [B+1] integer
+    v_fold: Tensor | None = None  # [T, H] powers of two up to 1, by which P is multiplied for its cast
 
 
 class AttentionShape(NamedTuple):
@@ -75,11 +76,12 @@ class _Chunk(NamedTuple):
     q: Tensor  # [H, S, D] or [C, H, S, D] float64
     k: Tensor  # [C, H, N, D] float64
     v: Tensor  # [C, H, N, D] float64
+    fold: Tensor | None  # [C, H, 1, N]
 
 
 def attention_forward(operands: Operands, shape: AttentionShape, rounding: Rounding) -> ForwardResult:
     """softmax(q kᵀ / sqrt(D)) v for each segment and head; see the types for shapes."""
-    q, k, v, offsets = operands
+    k, offsets = operands.k, operands.offsets
     num_segments, head_dim = offsets.shape[0] - 1, k.shape[1] // shape.num_heads
     state = (num_segments, shape.num_heads, shape.num_seeds)
     out = torch.zeros(*state, head_dim, dtype=torch.float64, device=k.device)
@@ -96,7 +98,7 @@ def attention_forward(operands: Operands, shape: AttentionShape, rounding: Round
             scores, tile_max = _scores(chunk, k.dtype), running[chunk.tiles]
             p = _exp2_difference(scores, _finite(tile_max)[..., None], scale_log2)
             weight = _exp2_difference(tile_max, _finite(final_max)[chunk.segment], scale_log2).double()
-            rounded = rounding.p_forward(p)
+            rounded = rounding.p_forward(p) if chunk.fold is None else rounding.p_forward(p * chunk.fold) / chunk.fold
             out.index_add_(0, chunk.segment, rounded @ chunk.v * weight[..., None])
             row_sum.index_add_(0, chunk.segment, p.double().sum(-1) * weight)
             rounded_sum.index_add_(0, chunk.segment, rounded.sum(-1) * weight)
@@ -111,7 +113,7 @@ def attention_backward(
     operands: Operands, inputs: BackwardInputs, shape: AttentionShape, rounding: Rounding
 ) -> Gradients:
     """Gradients of `attention_forward`: five products, P recomputed from lse; dQ of shared seeds is summed."""
-    q, k, v, offsets = operands
+    q, k, _, offsets, _ = operands
     head_dim, numerics = k.shape[1] // shape.num_heads, rounding.numerics
     scale = 1.0 / math.sqrt(head_dim)
     dk = torch.zeros(k.shape[0] + 1, k.shape[1], dtype=k.dtype, device=k.device)  # the last row takes what is masked
@@ -180,7 +182,7 @@ def _tile_maxima(operands: Operands, shape: AttentionShape, rounding: Rounding, 
 
 def _chunks(operands: Operands, shape: AttentionShape, tiles: RowBlocks, kv_tile: int) -> Iterator[_Chunk]:
     """Tiles in chunks of bounded size, gathered and masked."""
-    q, k, v, _ = operands
+    q, k, v, _, v_fold = operands
     at_once = max(1, SCORES_AT_ONCE[k.device.type] // (shape.num_heads * shape.num_seeds * kv_tile))
     local = torch.arange(kv_tile, device=k.device)
     heads = _split_segments(q, shape).double()
@@ -196,7 +198,8 @@ def _chunks(operands: Operands, shape: AttentionShape, tiles: RowBlocks, kv_tile
 
         segment = tiles.segment[part]
         own_q = heads[0] if q.shape[0] == shape.num_seeds else heads[segment]
-        yield _Chunk(part, segment, torch.where(valid, rows, k.shape[0]), valid, own_q, gather(k), gather(v))
+        fold = None if v_fold is None else v_fold[inside].transpose(1, 2)[:, :, None]
+        yield _Chunk(part, segment, torch.where(valid, rows, k.shape[0]), valid, own_q, gather(k), gather(v), fold)
 
 
 def _scores(chunk: _Chunk, dtype: torch.dtype) -> Tensor:

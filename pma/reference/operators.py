@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from pma import layouts
-from pma.jagged import equal_offsets, segment_of_rows
-from pma.layouts import MXFP8Tensor
-from pma.numerics import AttentionNumerics
+from pma.jagged import equal_offsets, rows_to_blocks, segment_of_rows
+from pma.layouts import BLOCK, MXFP8Tensor
+from pma.numerics import MAX_FOLD_LOG2, AttentionNumerics
 from pma.reference import attention, norm, projection
 from pma.reference.attention import AttentionShape, BackwardInputs, Operands
 from pma.reference.rounding import MXFP8Rounding, PlainRounding
@@ -74,9 +74,10 @@ def attention_forward(
     q: MXFP8Tensor, k: MXFP8Tensor, v: MXFP8Tensor, offsets: Tensor, shape: AttentionShape, numerics: str,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    operands = _operands(q, k, v, offsets, shape)
-    rounding = MXFP8Rounding(AttentionNumerics.from_token(numerics))
-    out, lse, row_sum_log2 = attention.attention_forward(operands, shape, rounding)
+    operands, record = _operands(q, k, v, offsets, shape), AttentionNumerics.from_token(numerics)
+    if record.folds_v_scales:
+        operands = operands._replace(v_fold=_fold_of_scales(v, offsets, shape.num_heads))
+    out, lse, row_sum_log2 = attention.attention_forward(operands, shape, MXFP8Rounding(record))
     return out.to(out_dtype), lse, row_sum_log2
 
 
@@ -138,6 +139,18 @@ def _operands(q: MXFP8Tensor, k: MXFP8Tensor, v: MXFP8Tensor, offsets: Tensor, s
         layouts.dequantize(*v, offsets),
         offsets,
     )
+
+
+def _fold_of_scales(v: MXFP8Tensor, offsets: Tensor, num_heads: int) -> Tensor:
+    """V's scale of each event and head over the largest of its segment, at least 2^-12; 1 where there is none."""
+    segment = segment_of_rows(offsets, v.data.shape[0])
+    slot = rows_to_blocks(offsets, v.data.shape[0], BLOCK).clamp(max=v.scales.shape[0] - 1)
+    byte = v.scales.int()[slot].unflatten(1, (num_heads, -1))[..., 0]  # [T, H]
+    byte = torch.where(segment[:, None] >= 0, byte, 0)
+    index = segment.clamp(min=0)[:, None].expand_as(byte)
+    largest = byte.new_zeros(offsets.shape[0], num_heads).scatter_reduce(0, index, byte, "amax").gather(0, index)
+    octaves = torch.where(segment[:, None] >= 0, largest - byte, 0).clamp(max=MAX_FOLD_LOG2)
+    return torch.ldexp(torch.ones((), device=octaves.device), -octaves)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Operands:

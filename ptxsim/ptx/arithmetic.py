@@ -22,7 +22,7 @@ APPROXIMATE = {
 }  # fmt: skip
 HALF_ARITHMETIC = {
     "add": "({0}+{1})", "sub": "({0}-{1})", "mul": "({0}*{1})", "fma": "fmaf({0},{1},{2})", "max": "fmax_({0},{1})",
-    "min": "fmin_({0},{1})", "neg": "(-{0})", "abs": "fabsf({0})",
+    "min": "fmin_({0},{1})", "neg": "(-{0})", "abs": "fabsf({0})", "ex2": "exp2f({0})",
 }  # fmt: skip
 
 
@@ -256,6 +256,9 @@ def _convert(words: list[str]) -> str | None:
         return f"(uint64_t)(uint{max(16, int(to[1:]))}_t){narrow}"  # 8-bit results live in 16-bit registers
     if source == "f32" and to in ("bf16x2", "f16x2", "e4m3x2", "e5m2x2", "ue8m0x2"):
         return _convert_pair(to, modifiers)
+    if source == "f16x2" and to in ("e4m3x2", "e5m2x2"):
+        helper = f"F2{to[:4].upper()}"
+        return f"((uint64_t){helper}(HF(a>>16))<<8|{helper}(HF(a)))"
     if source in ("e4m3x2", "e5m2x2") and to == "f16x2":
         helper = f"{source[:4].upper()}2HF"
         return f"({helper}(a&255)|({helper}((a>>8)&255)<<16))"

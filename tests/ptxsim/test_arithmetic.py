@@ -196,6 +196,16 @@ def test_conversion_to_eight_bits(to, dtype, largest):
         assert torch.equal(bytes_[~is_nan], expected.view(torch.uint8)[~is_nan]) and (bytes_[is_nan] == 0x7F).all()
 
 
+def test_pairs_of_half():
+    """2^x of both halves, and their cast to E4M3; the second number is the high half."""
+    numbers = torch.linspace(-20, 20, 512).to(torch.float16)
+    pairs = numbers.view(torch.int32).numpy().view(np.uint32).astype(np.uint64)
+    actual = evaluate("ex2.approx.f16x2", [pairs], [32], 32).astype(np.uint32).view(np.float16)
+    assert torch.equal(torch.from_numpy(actual), torch.exp2(numbers.float()).to(torch.float16))
+    actual = evaluate("cvt.rn.satfinite.e4m3x2.f16x2", [pairs], [32], 16).astype(np.uint16).view(np.uint8)
+    assert torch.equal(torch.from_numpy(actual), numbers.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
 @pytest.mark.parametrize("source, dtype", [("e4m3x2", torch.float8_e4m3fn), ("e5m2x2", torch.float8_e5m2)])
 def test_conversion_from_eight_bits(source, dtype):
     codes = np.arange(256, dtype=np.uint64)

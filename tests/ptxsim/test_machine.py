@@ -123,6 +123,27 @@ def test_a_copy_there_and_back_is_right_and_silent(order):
     assert copy(COPY, checked(order)) == (True, [])
 
 
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_a_copy_into_both_ctas_of_a_cluster(order):
+    """Each sends one half to both, and each barrier hears of both halves."""
+    source, out = np.arange(64, dtype=np.uint32), np.zeros((2, 64), np.uint32)
+    grid = run(
+        """ld.param.u64 %rd1, [p0]; ld.param.u64 %rd2, [p1]; mov.u32 %r1, dynamic; mov.u32 %r2, %tid.x;
+        mov.u32 %r3, %cluster_ctarank; setp.ne.u32 %p1, %r2, 0; @%p1 bra READY; mbarrier.init.shared.b64 [%r1], 1;
+        fence.mbarrier_init.release.cluster; mbarrier.arrive.expect_tx.shared.b64 %rd9, [%r1], 256;
+        READY: barrier.cluster.arrive; barrier.cluster.wait; @%p1 bra WAIT;
+        shl.b32 %r4, %r3, 7; add.s32 %r5, %r1, %r4; cvt.u64.u32 %rd3, %r4; add.s64 %rd1, %rd1, %rd3; mov.b16 %rs1, 3;
+        cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster
+            [%r5+256], [%rd1], 128, [%r1], %rs1;
+        WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r1], 0; @!%p2 bra WAIT;
+        shl.b32 %r6, %r2, 3; add.s32 %r7, %r1, %r6; ld.shared.v2.b32 {%r8, %r9}, [%r7+256];
+        mad.lo.u32 %r10, %r3, 256, %r6; cvt.u64.u32 %rd4, %r10; add.s64 %rd2, %rd2, %rd4;
+        st.global.v2.b32 [%rd2], {%r8, %r9}; barrier.cluster.arrive; barrier.cluster.wait; ret;""",
+        source, out, grid=(2, 1, 1), cluster=(2, 1, 1), shared_bytes=1024, options=checked(order),
+    )  # fmt: skip
+    assert not list(grid.findings) and (out == source).all()
+
+
 @pytest.mark.parametrize(
     "removed, kind",
     [("WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r1], 0; @!%p2 bra WAIT;", "race"),

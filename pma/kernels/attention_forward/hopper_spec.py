@@ -1,0 +1,142 @@
+"""What the attention forward is asked for on Hopper, and how it is laid out there. No kernel language here.
+
+A CTA works on one head and 128 seeds, 64 for each of two warpgroups, against the events of many segments, one KV tile
+of 128 events at a time. Registers of a thread of them, at D = 128: O 68 · scores 64, as fp16 32 · P 16 · Q 16.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from pma.kernels.device_facts import DeviceFacts
+from pma.numerics import E4M3_MAX, AttentionNumerics
+
+TILE = 128  # seeds of a CTA, events of a KV tile
+WARPGROUPS = 2  # that compute
+GROUP_SEEDS = TILE // WARPGROUPS
+WEIGHT_ROWS = 8  # of a tile of V, for the row sum; a product takes rows in eights
+HEAD_DIMS = (64, 128)
+RECORD_WORDS = 16  # of a tile's scales in shared memory
+BOOKKEEPING_BYTES = 2048  # barriers, scales, alignment
+FP16_MAX = 65504.0
+# The rounding choices that suit Hopper: scores fit fp16, P keeps 2.8 octaves of headroom for maxima that move late.
+HOPPER_NUMERICS = AttentionNumerics(
+    p_scale_log2=6, rescale_threshold_log2=2.8, denominator="quantized", uniform_scales=True, headroom_exponent=5,
+    folds_v_scales=True,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HopperForwardSpec:
+    """softmax(Q Kᵀ / sqrt(D)) V for each head and segment: MXFP8 with one scale for a head and 32 rows."""
+
+    head_dim: int
+    num_heads: int
+    num_seeds: int
+    is_shared: bool  # one Q for all segments
+    numerics: AttentionNumerics
+    out_dtype: torch.dtype
+    offsets_dtype: torch.dtype
+
+    @property
+    def columns(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def seed_tiles(self) -> int:
+        return -(-self.num_seeds // TILE)
+
+    @property
+    def groups(self) -> int:
+        """Pairs of a head and a seed tile: each has CTAs of its own."""
+        return self.num_heads * self.seed_tiles
+
+    @property
+    def v_rows(self) -> int:
+        """Rows of a tile of Vᵀ in shared memory: those that sum P come behind the head's."""
+        return self.head_dim + (WEIGHT_ROWS if self.numerics.denominator == "quantized" else 0)
+
+    def why_unsupported(self) -> str | None:
+        """None if the kernel serves the spec, else the reason, naming what came and what is allowed."""
+        numerics = self.numerics
+        if self.head_dim not in HEAD_DIMS:
+            return f"the head width must be 64 or 128, got {self.head_dim}"
+        if numerics.kv_tile != TILE:
+            return f"kv_tile must be 128, got {numerics.kv_tile}"
+        if numerics.repeated_max_guard:
+            return "repeated_max_guard must be False, got True"
+        if numerics.p_cast != "static":
+            return f"p_cast must be 'static', got {numerics.p_cast!r}"
+        if not numerics.folds_v_scales:
+            return "uniform_scales and folds_v_scales must be True: Hopper's products have no block scales"
+        if self.out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"out_dtype must be bfloat16, float16 or float32, got {self.out_dtype}"
+        if self.offsets_dtype not in (torch.int32, torch.int64):
+            return f"offsets must be int32 or int64, got {self.offsets_dtype}"
+        return None
+
+
+@dataclass(frozen=True)
+class HopperForwardConfig:
+    """How the kernel is laid out.
+
+    Attributes:
+        stages: tiles of K and of V in flight, each.
+        ctas: of a cluster, which share loads of K and V.
+        promotion: KV tiles after which O moves to fp32 sums in shared memory, 0 for never.
+        scores: type of the accumulators of Q Kᵀ.
+        exact_lse: lse is that of P before its cast, not of the sum that O is divided by.
+        wide_stores: lanes exchange results of 16 bits, so that each stores 16 bytes.
+    """
+
+    stages: int
+    ctas: int
+    promotion: int
+    scores: Literal["fp16", "fp32"]
+    exact_lse: bool
+    wide_stores: bool
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + WARPGROUPS)
+
+    def stage_bytes(self, spec: HopperForwardSpec) -> int:
+        return TILE * (spec.head_dim + spec.v_rows) + 4 * RECORD_WORDS
+
+    def sum_bytes(self, spec: HopperForwardSpec) -> int:
+        """Of the fp32 sums of O."""
+        return 4 * TILE * spec.v_rows if self.promotion else 0
+
+    def shared_bytes(self, spec: HopperForwardSpec) -> int:
+        """Upper bound of a CTA's shared memory."""
+        return self.stages * self.stage_bytes(spec) + self.sum_bytes(spec) + BOOKKEEPING_BYTES
+
+
+def fits_fp16(spec: HopperForwardSpec) -> bool:
+    """Whether no sum of Q Kᵀ can leave fp16, given the headroom of their scales."""
+    return spec.head_dim * (E4M3_MAX / 2.0**spec.numerics.headroom_exponent) ** 2 <= FP16_MAX
+
+
+@functools.cache
+def choose_config(spec: HopperForwardSpec, facts: DeviceFacts, **choices: object) -> HopperForwardConfig:
+    """As many stages as fit, up to 6; `choices` are fields of the configuration that are given.
+
+    Sums of FP8 products keep about 13 bits on Hopper, so that those with a sign drift low with length: O moves to fp32
+    every 8 tiles (1,024 events).
+    """
+    scores = choices.get("scores", "fp16" if fits_fp16(spec) else "fp32")
+    defaults = {
+        "stages": 0, "ctas": 1, "promotion": 8, "scores": scores,
+        "exact_lse": True, "wide_stores": True,
+    }  # fmt: skip
+    config = HopperForwardConfig(**defaults | choices)  # type: ignore[arg-type]
+    if spec.seed_tiles % config.ctas:
+        raise ValueError(f"ctas must divide the {spec.seed_tiles} seed tiles, got {config.ctas}")
+    if config.scores == "fp16" and not fits_fp16(spec):
+        raise ValueError("scores='fp16' needs a headroom_exponent of 5 for heads of 128, 4 for 64")
+    if config.stages:
+        return config
+    room = facts.shared_bytes_per_block - BOOKKEEPING_BYTES - config.sum_bytes(spec)
+    return HopperForwardConfig(**vars(config) | {"stages": min(room // config.stage_bytes(spec), 6)})

@@ -1,0 +1,78 @@
+"""Hopper's attention forward on a Hopper GPU: the simulator's cases, and what only hardware can tell."""
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+from hopper_attention import CASES, LENGTHS, Magnitudes, attend, call, check, make_problem
+
+from pma.kernels.attention_forward.hopper_spec import HOPPER_NUMERICS
+from pma.kernels.device_facts import SM90, device_facts
+from pma.layouts import quantize
+from pma.testing import ULPS_FP16, relative_error
+
+HAS_HOPPER = torch.cuda.is_available() and device_facts(torch.device("cuda", 0)) == SM90
+HAS_KERNELS = importlib.util.find_spec("cutlass") is not None and importlib.util.find_spec("quack") is not None
+pytestmark = [
+    pytest.mark.sm90,
+    pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU"),
+    pytest.mark.skipif(not HAS_KERNELS, reason="needs nvidia-cutlass-dsl and quack-kernels"),
+]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """Every new tensor starts as 0xFF bytes: NaN as fp32, bf16, E4M3 and E8M0."""
+    original = torch.empty
+
+    def poisoned(*size, **options):
+        tensor = original(*size, **options)
+        if type(tensor) is torch.Tensor and tensor.numel():  # not the fake tensors of a compilation
+            tensor.view(torch.uint8).fill_(255)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_right(name):
+    p = CASES[name].to("cuda")
+    check(p, attend(p))
+
+
+@pytest.mark.parametrize("denominator", ["quantized", "fp32"])
+@pytest.mark.parametrize("v_mean", [0.0, 1.0])
+def test_long_segments(v_mean, denominator):
+    """16,384 events: sums of 13 bits would be 17 % off for V with a mean."""
+    numerics = replace(HOPPER_NUMERICS, denominator=denominator)
+    lengths = (*LENGTHS, 16384, 2000, 8500, 4100)
+    p = make_problem(lengths, 128, 1, 256, magnitudes=Magnitudes(v_mean=v_mean), numerics=numerics).to("cuda")
+    check(p, attend(p))
+
+
+def test_many_segments_repeat_bit_for_bit():
+    lengths = tuple(torch.randint(0, 700, (300,), generator=torch.Generator().manual_seed(0)).tolist())
+    p = make_problem(lengths, 128, 3, 512, dtypes=(torch.bfloat16, torch.int64)).to("cuda")
+    first = attend(p)
+    check(p, first)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, attend(p), strict=True))
+
+
+def test_equal_values_come_back():
+    """V = 1: sum and product share their roundings."""
+    p = make_problem((3000, 129, 1), 128, 1, 128)
+    p = p._replace(v=quantize(torch.ones(p.v.data.shape), p.offsets, columns_per_scale=128)).to("cuda")
+    out = attend(p).out
+    assert relative_error(out, torch.ones_like(out)) <= ULPS_FP16
+
+
+def test_no_host_sync():
+    launch = call(CASES["three heads, part of a seed tile"].to("cuda"))
+    launch()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        launch()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
