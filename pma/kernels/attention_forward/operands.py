@@ -37,8 +37,8 @@ class Loads(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory. Barriers without another word have one for each of the two buffers of scores and weights."""
 
-    k: Ring  # of tiles of K: loads → product
-    v: Ring  # of tiles of V: loads → product
+    k: Ring  # of tiles of K: loads of all CTAs of the cluster → product → loads of all
+    v: Ring  # of tiles of V: the same
     seeds: Ring  # of the seed tile of a segment: loads → product
     scores: cute.Pointer  # S(j) is there: product → softmax
     drained: cute.Pointer  # S(j) has been read: softmax → product

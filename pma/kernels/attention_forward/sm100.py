@@ -8,6 +8,9 @@ Payload comes by TMA from the jagged rows, scale tiles from their slots (split a
 where the segment does, so zeros come behind it (0 times a neighbour's NaN would be NaN), and products over blocks of
 32 events that don't exist are not issued: no pad byte is used.
 
+The two CTAs of a cluster (`ctas`) have neighbouring seed tiles of a head and the same segments. Each loads half of
+every tile of K and V and of its scales into both.
+
 Warps: 0 products S · 1 products P V · 2 loads · 3 makes registers free · 4–7 correction: rescale O when a maximum
 moves, divide and store · 8–11 and 12–15 softmax, a row in each thread. Softmax's warpgroups take KV tiles in turn,
 j and j + 1 at the same time, so that exponentials of one run while the other loads, casts and sums. A row's maximum
@@ -16,6 +19,8 @@ passes from one to the other through shared memory; each keeps the sum over its 
 Tensor memory (`spec.py`) has two buffers of S, of P and of all scales but V's, which have four: nothing overlaps.
 
     who          before        waits for          because
+    loads        K, V          `empty`            the products of both CTAs of the cluster have read what was there
+    loads        the CTA ends  `empty` of all     the other CTA arrives here no more
     S product    S(j)          `drained`          S(j−2) is in registers, hence its product and scales are done too
     P V product  scales of V   nothing            `weights` of j−1 came behind P V of j−4, whose scales these replace
     P V product  O += P V      `weights`, piece 0 P(j) is stored, and the piece of O has been rescaled
@@ -362,12 +367,15 @@ class AttentionForward:
                 v, v_parity = next_stage(v, v_parity, self.config.v_buffers)
             turn += 1
             work = self.work(o, turn)
-        drain(shared.k.empty, k, k_parity, self.config.k_buffers)  # where the other CTA arrives too
+        drain(shared.k.empty, k, k_parity, self.config.k_buffers)
         drain(shared.v.empty, v, v_parity, self.config.v_buffers)
 
     @cute.jit
     def fill(self, ring: Ring, buffer: Int32, parity: Int32) -> cute.Pointer:
-        """Wait until a buffer is free and announce a tile with its scales; returns the barrier to signal."""
+        """Wait until a buffer is free and announce a tile with its scales; returns the barrier to signal.
+
+        The other CTA's half may come before this: the phase then still lacks this arrival.
+        """
         cute.arch.mbarrier_wait(ring.empty + buffer, parity)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(ring.full + buffer, TILE * self.spec.head_dim + TILE_BYTES)

@@ -107,7 +107,8 @@ def choose_config(spec: AttentionForwardSpec, facts: DeviceFacts) -> AttentionFo
     """As many KV buffers as fit, up to 12, more of V, which is loaded with K and needed later.
 
     A seed tile and KV step takes 16,384 exponentials, 1,024 clocks of B200's unit, but 512 of GB300's, where nothing
-    is emulated; a polynomial costs about 7 FMA slots of 128 a clock: 6 of 16 balance the two.
+    is emulated; a polynomial costs about 7 FMA slots of 128 a clock: 6 of 16 balance the two. Clusters need an even
+    number of seed tiles.
     """
     q_buffers = 1 if spec.is_shared else 2
     tile = TILE * spec.head_dim + TILE_BYTES
