@@ -4,6 +4,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import pytest
+import torch
 
 pytest_plugins = ["ptxsim.pytest_plugin"]
 
@@ -32,3 +33,17 @@ def allocated(monkeypatch) -> Callable[[ModuleType], list[int]]:
         return totals
 
     return record
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch):
+    """Every new tensor starts as 0xFF bytes: NaN as fp32, bf16, E4M3 and E8M0."""
+    original = torch.empty
+
+    def poisoned(*size, **options):
+        tensor = original(*size, **options)
+        if type(tensor) is torch.Tensor and tensor.numel():  # not the fake tensors of a compilation
+            tensor.view(torch.uint8).fill_(255)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)

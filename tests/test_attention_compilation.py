@@ -7,6 +7,7 @@ import pytest
 import torch
 from disassembly import Disassembly, disassemble
 
+from pma.kernels.attention_forward.hopper_spec import HOPPER_NUMERICS
 from pma.kernels.attention_forward.spec import (
     BUFFERS,
     END_COLUMN,
@@ -118,6 +119,7 @@ def test_config_of_every_shape(facts):
         ({"head_dim": 96}, "head width must be 64 or 128, got 96"),
         ({"numerics": AttentionNumerics(kv_tile=64)}, "kv_tile must be 128, got 64"),
         ({"numerics": AttentionNumerics(repeated_max_guard=True)}, "repeated_max_guard must be False, got True"),
+        ({"numerics": HOPPER_NUMERICS}, "folds_v_scales must be False, got True"),
         ({"out_dtype": torch.float64}, "out_dtype must be bfloat16, float16 or float32, got torch.float64"),
         ({"offsets_dtype": torch.int16}, "offsets must be int32 or int64, got torch.int16"),
     ],

@@ -15,24 +15,11 @@ from pma.testing import ULPS_FP16, relative_error
 HAS_HOPPER = torch.cuda.is_available() and device_facts(torch.device("cuda", 0)) == SM90
 HAS_KERNELS = importlib.util.find_spec("cutlass") is not None and importlib.util.find_spec("quack") is not None
 pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory"),
     pytest.mark.sm90,
     pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU"),
     pytest.mark.skipif(not HAS_KERNELS, reason="needs nvidia-cutlass-dsl and quack-kernels"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    """Every new tensor starts as 0xFF bytes: NaN as fp32, bf16, E4M3 and E8M0."""
-    original = torch.empty
-
-    def poisoned(*size, **options):
-        tensor = original(*size, **options)
-        if type(tensor) is torch.Tensor and tensor.numel():  # not the fake tensors of a compilation
-            tensor.view(torch.uint8).fill_(255)
-        return tensor
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -17,6 +17,7 @@ from pma.testing import KERNEL_BUDGET, NASTY_LENGTHS, ULPS_FP32, make_dout, make
 HAS_GPU = torch.cuda.is_available() and device_facts(torch.device("cuda", 0)) is not None
 HAS_KERNELS = importlib.util.find_spec("cutlass") is not None and importlib.util.find_spec("quack") is not None
 pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory"),
     pytest.mark.sm90,
     pytest.mark.sm100,
     pytest.mark.skipif(not HAS_GPU, reason="needs a Hopper or Blackwell GPU"),
@@ -24,20 +25,6 @@ pytestmark = [
 ]
 LENGTHS = (*NASTY_LENGTHS, 5, 16, 17, 1000, 0)
 EPS = 1e-6
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    """Every new tensor starts as 0xFF bytes: NaN as fp32, bf16, E4M3 and E8M0."""
-    original = torch.empty
-
-    def poisoned(*size, **options):
-        tensor = original(*size, **options)
-        if type(tensor) is torch.Tensor and tensor.numel():  # not the fake tensors of a compilation
-            tensor.view(torch.uint8).fill_(255)
-        return tensor
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def kernel(spec, values, offsets, **arguments):

@@ -39,7 +39,12 @@ def jagged(columns, dtype=torch.bfloat16, *, head=3, tail=5):
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(
     "columns, options",
-    [(128, {}), (160, {"writes_transposed": True}), (384, {"columns_per_scale": 128, "writes_tiles": True})],
+    [
+        (128, {}),
+        (160, {"writes_transposed": True}),
+        (384, {"columns_per_scale": 128, "writes_tiles": True}),
+        (256, {"columns_per_scale": 128, "headroom_exponent": 5, "writes_transposed": True}),
+    ],
     ids=str,
 )
 def test_quantize(on, columns, options, seed):
@@ -49,7 +54,8 @@ def test_quantize(on, columns, options, seed):
     spec = QuantizeSpec(columns, values.dtype, offsets.dtype, **options)
     with on(seed):
         actual = launch(spec, values, offsets)
-    data, scales = quantize(values, offsets, columns_per_scale=spec.columns_per_scale)
+    choices = {"columns_per_scale": spec.columns_per_scale, "headroom_exponent": spec.headroom_exponent}
+    data, scales = quantize(values, offsets, **choices)
     assert torch.equal(actual.data, data) and torch.equal(actual.scales, scales)
     if spec.writes_tiles:
         assert torch.equal(actual.row_tiles, scatter_scales(scales, offsets, values.shape[0], "row"))

@@ -261,7 +261,8 @@ class Quantize:
         cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=32 * self.config.warps)
         for j in cutlass.range(self.chunks_per_lane, unroll_full=self.is_unrolled):
             chunk = j * lanes + lane % lanes
-            byte = scale_byte(shared.maxima[chunk * CHUNK // self.spec.columns_per_scale, third])
+            amax = shared.maxima[chunk * CHUNK // self.spec.columns_per_scale, third]
+            byte = scale_byte(amax, self.spec.headroom_exponent)
             if warp == 0 and lane < lanes and lane % 4 == 0:
                 self.store_scale(o, shared, facts, chunk // 4, byte)
             for i in cutlass.range_constexpr(self.config.rows_per_lane):

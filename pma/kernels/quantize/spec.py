@@ -32,6 +32,7 @@ class QuantizeSpec:
     delta_columns: int = 0  # δ = rowsum(dO∘O) over this many columns each; 0 for none
     delta_from_input: bool = False  # δ from bf16(dO) rather than from the quantised dO
     out_dtype: torch.dtype | None = None  # of O, for δ
+    headroom_exponent: int = 0  # added to every scale exponent
 
     @property
     def chunks(self) -> int:
@@ -54,6 +55,8 @@ class QuantizeSpec:
             return f"the weight must be bfloat16, float16 or float32, got {self.weight_dtype}"
         if self.out_dtype not in (None, *FLOAT_DTYPES):
             return f"out must be bfloat16, float16 or float32, got {self.out_dtype}"
+        if not 0 <= self.headroom_exponent < 128:
+            return f"headroom_exponent must be from 0 to 127, got {self.headroom_exponent}"
         if self.delta_columns:
             lanes = self.delta_columns // CHUNK
             if self.delta_columns % BLOCK or self.columns % self.delta_columns or lanes & (lanes - 1) or lanes > 32:
