@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from jagged_attention import HEAD, LENGTHS, NAN_PAYLOAD, SHORT, STEPS_OF_ONE_TILE, TAIL
 from torch import Tensor
 
 from pma.jagged import equal_offsets, segment_of_rows
@@ -19,11 +20,6 @@ from pma.reference.attention import AttentionShape, ForwardResult, Operands, att
 from pma.reference.rounding import PlainRounding
 from pma.testing import E4M3_ROUNDING, FP8_SUM_ROUNDING, KERNEL_BUDGET, ULPS_FP16, ULPS_FP32, relative_error
 
-LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 300)
-SHORT = (129, 0, 300, 33)
-STEPS_OF_ONE_TILE = (1, 127, 33, 64, 0, 96, 31, 1, 2, 100)
-HEAD, TAIL = 3, 70  # rows before the first segment and behind the last, all NaN
-NAN_PAYLOAD = 0x7F
 FP32_SUM = replace(HOPPER_NUMERICS, denominator="fp32")
 FORWARD = replace(HOPPER_NUMERICS, kv_order="forward")
 NO_HEADROOM = replace(HOPPER_NUMERICS, p_scale_log2=8, rescale_threshold_log2=0.0, headroom_exponent=0)

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper_attention import CASES, LENGTHS, Magnitudes, attend, call, check, make_problem
+from hopper_attention import CASES, Magnitudes, attend, call, check, make_problem
+from jagged_attention import LENGTHS
 
 from pma.kernels.attention_forward.hopper_spec import HOPPER_NUMERICS
 from pma.kernels.device_facts import SM90, device_facts

@@ -12,21 +12,17 @@ import torch
 from hopper_attention import (
     CASES,
     FP32_SUM,
-    HEAD,
-    LENGTHS,
-    NAN_PAYLOAD,
-    SHORT,
-    TAIL,
     Problem,
     attend,
     check,
     expected,
     make_problem,
 )
+from jagged_attention import HEAD, LENGTHS, SHORT, TAIL, part, spoil
 
 from pma.kernels.attention_forward.hopper_spec import HOPPER_NUMERICS, choose_config
 from pma.kernels.device_facts import SM90
-from pma.layouts import MXFP8Tensor, dequantize, quantize
+from pma.layouts import dequantize, quantize
 from pma.testing import ULPS_FP16, ULPS_FP32, relative_error
 
 pytestmark = [pytest.mark.ptxsim]
@@ -116,25 +112,6 @@ def test_the_order_of_completion_changes_no_bit(on):
 
 
 # ------------------------------------------------------------------------------------- jagged and degenerate input
-
-
-def part(p: Problem, segment: int) -> Problem:
-    """One segment alone."""
-    begin, end = p.offsets[segment].item(), p.offsets[segment + 1].item()
-    slots = slice(begin // 32 + segment, begin // 32 + segment + (end - begin) // 32 + 1)
-
-    def cut(matrix: MXFP8Tensor) -> MXFP8Tensor:
-        return MXFP8Tensor(matrix.data[begin:end].clone(), matrix.scales[slots].clone())
-
-    return p._replace(k=cut(p.k), v=cut(p.v), offsets=torch.tensor([0, end - begin]))
-
-
-def spoil(matrix: MXFP8Tensor, *elements: tuple[int, int]) -> MXFP8Tensor:
-    """With NaN payloads at (row, column)."""
-    data = matrix.data.clone()
-    for element in elements:
-        data[element] = NAN_PAYLOAD
-    return matrix._replace(data=data)
 
 
 def test_neighbours_change_no_bit(on):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from jagged_attention import HEAD, LENGTHS, NAN_PAYLOAD, SHORT, STEPS_OF_ONE_TILE, TAIL, part, spoil
 from torch import Tensor
 
 import ptxsim
@@ -24,11 +25,7 @@ from pma.reference.rounding import PlainRounding
 from pma.testing import KERNEL_BUDGET, ULPS_FP32, relative_error
 
 pytestmark = [pytest.mark.ptxsim]
-LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 300)
-SHORT = (129, 0, 300, 33)
-STEPS_OF_ONE_TILE = (1, 127, 33, 64, 0, 96, 31, 1, 2, 100)
-HEAD, TAIL = 3, 70  # rows before the first segment and behind the last, all NaN
-NAN_PAYLOAD, POISON = 0x7F, 0xFF
+POISON = 0xFF
 DEFAULT = AttentionNumerics()
 
 
@@ -250,25 +247,6 @@ def test_shared_loads_change_no_bit(on, name):
 
 
 # ------------------------------------------------------------------------------------- jagged and degenerate input
-
-
-def part(p: Problem, segment: int) -> Problem:
-    """One segment alone."""
-    begin, end = p.offsets[segment].item(), p.offsets[segment + 1].item()
-    slots = slice(begin // 32 + segment, begin // 32 + segment + (end - begin) // 32 + 1)
-
-    def cut(matrix: MXFP8Tensor) -> MXFP8Tensor:
-        return MXFP8Tensor(matrix.data[begin:end].clone(), matrix.scales[slots].clone())
-
-    return p._replace(k=cut(p.k), v=cut(p.v), offsets=torch.tensor([0, end - begin]))
-
-
-def spoil(matrix: MXFP8Tensor, *elements: tuple[int, int]) -> MXFP8Tensor:
-    """With NaN payloads at (row, column)."""
-    data = matrix.data.clone()
-    for element in elements:
-        data[element] = NAN_PAYLOAD
-    return matrix._replace(data=data)
 
 
 def test_neighbours_change_no_bit(on):
