@@ -22,6 +22,7 @@ from benchmarks import record
 from benchmarks.sustained import measure
 from pma.jagged import equal_offsets, row_block_starts
 from pma.kernels.attention_forward.hopper_spec import HOPPER_NUMERICS, HopperForwardSpec, choose_config
+from pma.kernels.attention_forward.shares import work_by_length
 from pma.kernels.device_facts import SM90
 from pma.layouts import MXFP8Tensor, dequantize, quantize, transpose_payload
 from pma.testing import relative_error
@@ -109,7 +110,7 @@ def attention(p: Problem, shape: Shape, variant: str) -> Callable[[], object]:
         raise ValueError(reason)
     config = choose_config(spec, SM90, **choices)
     q, k, v = (sm90.HopperOperand(*each) for each in (p.q8, p.k8, (p.v_transposed, p.v8.scales)))
-    work = sm90.work_by_length(p.offsets) if variant == ALONE else None
+    work = work_by_length(p.offsets) if variant == ALONE else None
     return lambda: sm90.launch(spec, q, k, v, p.offsets, config, work)
 
 

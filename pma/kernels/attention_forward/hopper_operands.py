@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32
 
 from pma.kernels.blocks.ring import Ring
 
@@ -34,22 +33,6 @@ class Shared(NamedTuple):
     k_bytes: cute.Tensor  # [128·D, stages]
     v_bytes: cute.Tensor  # [128·(rows of Vᵀ), stages]
     sums: cute.Tensor | None  # [4, 128, (rows of Vᵀ) / 8, 2] float32: O of the thread of a warpgroup
-
-
-class Work(NamedTuple):
-    """A segment's part in a CTA's work."""
-
-    segment: Int32  # −1: no more work; the steps are 0 then
-    first_row: Int32
-    num_rows: Int32
-    steps: Int32  # KV tiles
-
-
-class Share(NamedTuple):
-    """What a CTA works on, whatever the segment."""
-
-    head: Int32
-    seed_tile: Int32
 
 
 class Registers(NamedTuple):

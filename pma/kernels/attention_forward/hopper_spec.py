@@ -8,16 +8,13 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
+from pma.kernels.attention_forward.spec import TILE, AttentionForwardSpec
 from pma.kernels.device_facts import DeviceFacts
 from pma.numerics import E4M3_MAX, AttentionNumerics
 
-TILE = 128  # seeds of a CTA, events of a KV tile
 WARPGROUPS = 2  # that compute
 GROUP_SEEDS = TILE // WARPGROUPS
 WEIGHT_ROWS = 8  # of a tile of V, for the row sum; a product takes rows in eights
-HEAD_DIMS = (64, 128)
 RECORD_WORDS = 16  # of a tile's scales in shared memory
 BOOKKEEPING_BYTES = 2048  # barriers, scales, alignment
 FP16_MAX = 65504.0
@@ -29,52 +26,19 @@ HOPPER_NUMERICS = AttentionNumerics(
 
 
 @dataclass(frozen=True)
-class HopperForwardSpec:
-    """softmax(Q Kᵀ / sqrt(D)) V for each head and segment: MXFP8 with one scale for a head and 32 rows."""
-
-    head_dim: int
-    num_heads: int
-    num_seeds: int
-    is_shared: bool  # one Q for all segments
-    numerics: AttentionNumerics
-    out_dtype: torch.dtype
-    offsets_dtype: torch.dtype
-
-    @property
-    def columns(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def seed_tiles(self) -> int:
-        return -(-self.num_seeds // TILE)
-
-    @property
-    def groups(self) -> int:
-        """Pairs of a head and a seed tile: each has CTAs of its own."""
-        return self.num_heads * self.seed_tiles
+class HopperForwardSpec(AttentionForwardSpec):
+    """The same with one scale for a head and 32 rows."""
 
     @property
     def v_rows(self) -> int:
         """Rows of a tile of Vᵀ in shared memory: those that sum P come behind the head's."""
         return self.head_dim + (WEIGHT_ROWS if self.numerics.denominator == "quantized" else 0)
 
-    def why_unsupported(self) -> str | None:
-        """None if the kernel serves the spec, else the reason, naming what came and what is allowed."""
-        numerics = self.numerics
-        if self.head_dim not in HEAD_DIMS:
-            return f"the head width must be 64 or 128, got {self.head_dim}"
-        if numerics.kv_tile != TILE:
-            return f"kv_tile must be 128, got {numerics.kv_tile}"
-        if numerics.repeated_max_guard:
-            return "repeated_max_guard must be False, got True"
-        if numerics.p_cast != "static":
-            return f"p_cast must be 'static', got {numerics.p_cast!r}"
-        if not numerics.folds_v_scales:
+    def _why_numerics_unsupported(self) -> str | None:
+        if self.numerics.p_cast != "static":
+            return f"p_cast must be 'static', got {self.numerics.p_cast!r}"
+        if not self.numerics.folds_v_scales:
             return "uniform_scales and folds_v_scales must be True: Hopper's products have no block scales"
-        if self.out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return f"out_dtype must be bfloat16, float16 or float32, got {self.out_dtype}"
-        if self.offsets_dtype not in (torch.int32, torch.int64):
-            return f"offsets must be int32 or int64, got {self.offsets_dtype}"
         return None
 
 

@@ -60,22 +60,6 @@ class Shared(NamedTuple):
     v_scales: cute.Tensor  # [512, buffers] bytes
 
 
-class Work(NamedTuple):
-    """A segment's part in a CTA's work."""
-
-    segment: Int32  # −1: no more work; the steps are 0 then
-    first_row: Int32
-    num_rows: Int32
-    steps: Int32  # KV tiles
-
-
-class Share(NamedTuple):
-    """What a CTA works on, whatever the segment."""
-
-    head: Int32
-    seed_tile: Int32
-
-
 class Place(NamedTuple):
     """Where a softmax warp works."""
 

@@ -61,10 +61,9 @@ from pma.kernels.attention_forward.operands import (
     Loads,
     Place,
     Row,
-    Share,
     Shared,
-    Work,
 )
+from pma.kernels.attention_forward.shares import Attended, Share, SharesOfCtas, Work, empty_results, work_by_length
 from pma.kernels.attention_forward.spec import (
     BUFFERS,
     CORRECTION_WARPS,
@@ -88,8 +87,8 @@ from pma.kernels.blocks.block_product import BLOCKS, Operand, TensorOperand, mul
 from pma.kernels.blocks.block_scales import block_scale, inverse_scale, scale_byte
 from pma.kernels.blocks.exponential import exp2_of_row
 from pma.kernels.blocks.masks import mask_behind
-from pma.kernels.blocks.memory import element_pointer, row_tensor, store_words
-from pma.kernels.blocks.ring import Ring, arrive, drain, init_ring, next_stage
+from pma.kernels.blocks.memory import element_pointer, store_words
+from pma.kernels.blocks.ring import Ring, arrive, drain, init_ring, meet, next_stage
 from pma.kernels.blocks.scale_tiles import load_scale_tile
 from pma.kernels.blocks.tensor_memory import (
     column_pointer,
@@ -117,7 +116,7 @@ EARLY = 96  # exponentials of a row after which the other warpgroup may begin it
 QUARTERS = 4  # of the rows, one for each warp of a warpgroup
 
 
-class AttentionForward:
+class AttentionForward(SharesOfCtas):
     """The kernel of one spec and one configuration."""
 
     def __init__(self, spec: AttentionForwardSpec, config: AttentionForwardConfig):
@@ -200,7 +199,7 @@ class AttentionForward:
         if warp == 0:
             cute.arch.alloc_tmem(TENSOR_COLUMNS, shared.tensor_memory)
             cute.arch.relinquish_tmem_alloc_permit()
-        self.meet()
+        meet(self.config.ctas)
         tensor_memory = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tensor_memory)
         if warp >= FIRST_SOFTMAX_WARP:
             cute.arch.setmaxregister_increase(self.registers[0])
@@ -219,15 +218,6 @@ class AttentionForward:
         cute.arch.sync_threads()
         if warp == 0:
             cute.arch.dealloc_tmem(tensor_memory, TENSOR_COLUMNS)
-
-    @cute.jit
-    def meet(self):
-        """Wait for all threads of the CTA, or of the cluster."""
-        if const_expr(self.config.ctas > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
 
     @cute.jit
     def allocate(self) -> Shared:
@@ -290,29 +280,6 @@ class AttentionForward:
         cute.arch.mbarrier_init(shared.ends.empty, CORRECTION_WARPS)
 
     # ------------------------------------------------------------------------------------------------------ work
-
-    @cute.jit
-    def share(self) -> Share:
-        block, _, _ = cute.arch.block_idx()
-        group = block % self.spec.groups
-        return Share(group // self.spec.seed_tiles, group % self.spec.seed_tiles)
-
-    @cute.jit
-    def work(self, o: AttentionForwardOperands, turn: Int32) -> Work:
-        """This CTA's segment in a turn: one load, so that who reads a segment ahead does not wait for it.
-
-        The order of workers alternates, so that each gets long segments and short ones.
-        """
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        worker, workers = block // self.spec.groups, blocks // self.spec.groups
-        place = turn * workers + (workers - 1 - worker if turn % 2 == 1 else worker)
-        segment, first_row, num_rows, steps = Int32(-1), Int32(0), Int32(0), Int32(0)
-        if place < o.work.shape[0]:
-            words = cute.make_rmem_tensor(4, Int32)
-            cute.autovec_copy(row_tensor(o.work, Int64(place) * 4, cute.make_layout(4)), words)
-            segment, first_row, num_rows, steps = words[0], words[1], words[2], words[3]
-        return Work(segment, first_row, num_rows, steps)
 
     @cute.jit
     def kv_tile(self, work: Work, step: Int32):
@@ -837,14 +804,6 @@ class AttentionOperand(NamedTuple):
     tiles: Tensor  # uint8, see pma/layouts/scale_tiles.py
 
 
-class Attended(NamedTuple):
-    """What the kernel wrote."""
-
-    out: Tensor  # [B, S, E] out_dtype
-    lse: Tensor  # [B, H, S] float32, natural log
-    row_sum_log2: Tensor  # [B, H, S] int32
-
-
 def launch(
     spec: AttentionForwardSpec, q: AttentionOperand, k: AttentionOperand, v: AttentionOperand, offsets: Tensor,
     config: AttentionForwardConfig | None = None,
@@ -857,21 +816,14 @@ def launch(
         config: instead of the one that `choose_config` takes.
     """
     num_segments, device = offsets.shape[0] - 1, k.data.device
-    state = (num_segments, spec.num_heads, spec.num_seeds)
-    result = Attended(
-        torch.empty(num_segments, spec.num_seeds, spec.columns, dtype=spec.out_dtype, device=device),
-        torch.empty(state, dtype=torch.float32, device=device),
-        torch.empty(state, dtype=torch.int32, device=device),
-    )
+    result = empty_results(spec, num_segments, device)
     if num_segments == 0:
         return result
     facts = device_facts(device)
     workers = max(1, min(num_segments, num_multiprocessors(device) // spec.groups))
-    lengths, order = torch.sort(offsets.diff(), descending=True, stable=True)
-    work = torch.stack([order, offsets[order], lengths, (lengths + TILE - 1) // TILE], dim=1).int()
     operands = AttentionForwardOperands(
         aligned(q.data), aligned(q.tiles), aligned(k.data), aligned(k.tiles), aligned(v.data), aligned(v.tiles),
-        work, result.out.flatten(0, 1), result.lse, result.row_sum_log2,
+        work_by_length(offsets), result.out.flatten(0, 1), result.lse, result.row_sum_log2,
     )  # fmt: skip
     with torch.cuda.device(device):
         compiled(facts.arch, spec, config or choose_config(spec, facts))(operands, workers * spec.groups)

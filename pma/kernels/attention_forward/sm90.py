@@ -37,9 +37,7 @@ from torch import Tensor
 from pma.kernels.attention_forward.hopper_operands import (
     HopperForwardOperands,
     Registers,
-    Share,
     Shared,
-    Work,
 )
 from pma.kernels.attention_forward.hopper_spec import (
     GROUP_SEEDS,
@@ -52,10 +50,11 @@ from pma.kernels.attention_forward.hopper_spec import (
     choose_config,
 )
 from pma.kernels.attention_forward.scores import BLOCKS, FloatScores, HalfScores
+from pma.kernels.attention_forward.shares import Attended, Share, SharesOfCtas, Work, empty_results, work_by_length
 from pma.kernels.blocks.block_scales import block_scale
-from pma.kernels.blocks.memory import element_pointer, row_tensor, store_words
+from pma.kernels.blocks.memory import element_pointer, store_words
 from pma.kernels.blocks.quad_transpose import transpose_quad
-from pma.kernels.blocks.ring import Ring, arrive, bulk_load, init_ring, next_stage
+from pma.kernels.blocks.ring import Ring, arrive, bulk_load, init_ring, meet, next_stage
 from pma.kernels.blocks.warpgroup_product import (
     COLUMN_GROUP,
     LANE_ROWS,
@@ -81,7 +80,7 @@ FIRST_WEIGHT = 8  # octaves that the first row of weights undoes; E4M3 holds 2^8
 WORD = 4
 
 
-class HopperForward:
+class HopperForward(SharesOfCtas):
     """The kernel of one spec and one configuration."""
 
     def __init__(self, spec: HopperForwardSpec, config: HopperForwardConfig):
@@ -131,7 +130,7 @@ class HopperForward:
         if const_expr(self.sums_in_product):
             self.clear_weights(shared)
         cute.arch.mbarrier_init_fence()
-        self.meet()
+        meet(self.config.ctas)
         if warp < 4:
             cute.arch.setmaxregister_decrease(REGISTERS["others"])
             if warp == LOAD_WARP:
@@ -142,16 +141,7 @@ class HopperForward:
             cute.arch.setmaxregister_increase(REGISTERS["compute"])
             self.compute(o, shared)
         if const_expr(self.config.ctas > 1):
-            self.meet()  # nobody leaves while others send to it
-
-    @cute.jit
-    def meet(self):
-        """Wait for all threads of the CTA, or of the cluster."""
-        if const_expr(self.config.ctas > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+            meet(self.config.ctas)  # nobody leaves while others send to it
 
     @cute.jit
     def allocate(self) -> Shared:
@@ -184,26 +174,6 @@ class HopperForward:
         cute.arch.fence_proxy("async.shared", space="cta")
 
     # ------------------------------------------------------------------------------------------------------ work
-
-    @cute.jit
-    def share(self) -> Share:
-        block, _, _ = cute.arch.block_idx()
-        group = block % self.spec.groups
-        return Share(group // self.spec.seed_tiles, group % self.spec.seed_tiles)
-
-    @cute.jit
-    def work(self, o: HopperForwardOperands, turn: Int32) -> Work:
-        """This CTA's segment in a turn. The order of workers alternates, so that each gets long segments and short."""
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        worker, workers = block // self.spec.groups, blocks // self.spec.groups
-        place = turn * workers + (workers - 1 - worker if turn % 2 == 1 else worker)
-        segment, first_row, num_rows, steps = Int32(-1), Int32(0), Int32(0), Int32(0)
-        if place < o.work.shape[0]:
-            words = cute.make_rmem_tensor(4, Int32)
-            cute.autovec_copy(row_tensor(o.work, Int64(place) * 4, cute.make_layout(4)), words)
-            segment, first_row, num_rows, steps = words[0], words[1], words[2], words[3]
-        return Work(segment, first_row, num_rows, steps)
 
     @cute.jit
     def tile(self, work: Work, step: Int32) -> Int32:
@@ -681,20 +651,6 @@ class HopperOperand(NamedTuple):
     scales: Tensor  # compact: [rows // 32 + B, E / 32] uint8
 
 
-class Attended(NamedTuple):
-    """What the kernel wrote."""
-
-    out: Tensor  # [B, S, E] out_dtype
-    lse: Tensor  # [B, H, S] float32, natural log
-    row_sum_log2: Tensor  # [B, H, S] int32
-
-
-def work_by_length(offsets: Tensor) -> Tensor:
-    """`Work` of each segment, the longest first; on the device. → [B, 4] int32"""
-    lengths, order = torch.sort(offsets.diff(), descending=True, stable=True)
-    return torch.stack([order, offsets[order], lengths, (lengths + TILE - 1) // TILE], dim=1).int()
-
-
 def launch(
     spec: HopperForwardSpec, q: HopperOperand, k: HopperOperand, v: HopperOperand, offsets: Tensor,
     config: HopperForwardConfig | None = None, work: Tensor | None = None,
@@ -708,12 +664,7 @@ def launch(
         work: what `work_by_length(offsets)` gave, for calls that share it.
     """
     num_segments, device = offsets.shape[0] - 1, k.data.device
-    state = (num_segments, spec.num_heads, spec.num_seeds)
-    result = Attended(
-        torch.empty(num_segments, spec.num_seeds, spec.columns, dtype=spec.out_dtype, device=device),
-        torch.empty(state, dtype=torch.float32, device=device),
-        torch.empty(state, dtype=torch.int32, device=device),
-    )
+    result = empty_results(spec, num_segments, device)
     if num_segments == 0 or k.data.shape[0] == 0:  # a tensor map has no room for no rows
         return Attended(result.out.zero_(), result.lse.fill_(-math.inf), result.row_sum_log2.fill_(-127))
     if work is None:

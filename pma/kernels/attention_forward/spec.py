@@ -70,12 +70,17 @@ class AttentionForwardSpec:
             return f"kv_tile must be 128, got {self.numerics.kv_tile}"
         if self.numerics.repeated_max_guard:
             return "repeated_max_guard must be False, got True"
-        if self.numerics.folds_v_scales:
-            return "folds_v_scales must be False, got True: V's scales take part in the products"
+        if (reason := self._why_numerics_unsupported()) is not None:
+            return reason
         if self.out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"out_dtype must be bfloat16, float16 or float32, got {self.out_dtype}"
         if self.offsets_dtype not in (torch.int32, torch.int64):
             return f"offsets must be int32 or int64, got {self.offsets_dtype}"
+        return None
+
+    def _why_numerics_unsupported(self) -> str | None:
+        if self.numerics.folds_v_scales:
+            return "folds_v_scales must be False, got True: V's scales take part in the products"
         return None
 
 

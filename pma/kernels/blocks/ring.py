@@ -75,3 +75,13 @@ def bulk_load(
         shared.to_llvm_ptr(), source.to_llvm_ptr(), full.to_llvm_ptr(), num_bytes,
         multicast_mask=Int16((1 << ctas) - 1) if cutlass.const_expr(ctas > 1) else None,
     )  # fmt: skip
+
+
+@cute.jit
+def meet(ctas: cutlass.Constexpr[int]):
+    """Wait for all threads of the CTA, or of a cluster of several."""
+    if cutlass.const_expr(ctas > 1):
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+    else:
+        cute.arch.sync_threads()
