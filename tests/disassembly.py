@@ -6,6 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 DISTRIBUTION = "nvidia-cuda-nvdisasm"
 # "        /*0c80*/              @!P2 IMAD.MOV R13, RZ, RZ, R2 ;"; data has a directive like .byte after the offset
@@ -41,3 +42,10 @@ def disassemble(cubin: Path) -> Disassembly:
         raise ValueError(f"no instructions in what nvdisasm says of {cubin}")
     registers = REGISTERS.search(result.stdout)
     return Disassembly(instructions, int(registers[1], 16) if registers else None)
+
+
+def compile_to(folder: Path, kernels: ModuleType, arch: str, *static: object) -> Disassembly:
+    """Compile in this process, past the cache, and take the result apart. static: the spec, and its configuration."""
+    kernels.build(arch, *static, options=f"--keep-cubin --dump-dir {folder}")
+    (cubin,) = folder.glob("*.cubin")
+    return disassemble(cubin)

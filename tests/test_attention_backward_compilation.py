@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from disassembly import Disassembly, disassemble
+from disassembly import Disassembly, compile_to
 
 from pma.kernels.attention_backward.spec import (
     COMPUTE_WARPS,
@@ -47,9 +47,7 @@ def test_machine_code(name, facts, tmp_path, allocated, record_property):
     totals, spec = allocated(sm100), CASES[name]
     assert spec.why_unsupported() is None
     config = choose_config(spec, facts)
-    sm100.build(facts.arch, spec, config, options=f"--keep-cubin --dump-dir {tmp_path}")
-    (cubin,) = tmp_path.glob("*.cubin")
-    code = disassemble(cubin)
+    code = compile_to(tmp_path, sm100, facts.arch, spec, config)
     record_property("registers", code.registers)
     record_property("shared_bytes", totals[-1])
     print(f"{facts.arch} {name}: {code.registers} registers, {totals[-1]} bytes shared, {config}")

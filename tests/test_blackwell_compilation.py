@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from disassembly import Disassembly, disassemble
+from disassembly import Disassembly, compile_to
 
 from pma.kernels.device_facts import KIB, SM100, SM103, DeviceFacts
 from pma.kernels.projection.spec import (
@@ -47,11 +47,8 @@ COMPILATIONS = [
 ]
 
 
-def compile_to(folder: Path, spec: ProjectionSpec, facts: DeviceFacts, config: ProjectionConfig) -> Disassembly:
-    sm100 = importlib.import_module("pma.kernels.projection.sm100")
-    sm100.build(facts.arch, spec, config, options=f"--keep-cubin --dump-dir {folder}")
-    (cubin,) = folder.glob("*.cubin")
-    return disassemble(cubin)
+def compile_projection(folder: Path, spec: ProjectionSpec, facts: DeviceFacts, config: ProjectionConfig) -> Disassembly:
+    return compile_to(folder, importlib.import_module("pma.kernels.projection.sm100"), facts.arch, spec, config)
 
 
 @pytest.mark.parametrize("name, facts", COMPILATIONS)
@@ -59,7 +56,7 @@ def test_machine_code(name, facts, tmp_path, allocated, record_property):
     totals, spec = allocated(importlib.import_module("pma.kernels.projection.sm100")), CASES[name]
     assert spec.why_unsupported() is None
     config = choose_config(spec, facts)
-    code = compile_to(tmp_path, spec, facts, config)
+    code = compile_projection(tmp_path, spec, facts, config)
     record_property("registers", code.registers)
     record_property("shared_bytes", totals[-1])
     print(f"{facts.arch} {name}: {code.registers} registers, {totals[-1]} bytes shared, {config}")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from disassembly import Disassembly, disassemble
+from disassembly import Disassembly, compile_to
 
 from pma.kernels.attention_forward.hopper_spec import (
     HOPPER_NUMERICS,
@@ -44,9 +44,7 @@ def test_machine_code(name, tmp_path, allocated, record_property):
     totals = allocated(sm90)
     assert spec.why_unsupported() is None
     config = choose_config(spec, SM90, **choices)
-    sm90.build("sm_90a", spec, config, options=f"--keep-cubin --dump-dir {tmp_path}")
-    (cubin,) = tmp_path.glob("*.cubin")
-    code = disassemble(cubin)
+    code = compile_to(tmp_path, sm90, "sm_90a", spec, config)
     record_property("registers", code.registers)
     record_property("shared_bytes", totals[-1])
     print(f"{name}: {code.registers} registers, {totals[-1]} bytes shared, {config}")

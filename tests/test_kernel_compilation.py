@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from disassembly import Disassembly, disassemble
+from disassembly import Disassembly, compile_to
 
 from pma.kernels.device_facts import SM90, SM100, SM103, DeviceFacts
 from pma.kernels.quantize.spec import QuantizeConfig, QuantizeSpec
@@ -104,12 +104,9 @@ def kernel_module(spec_type: type[Spec]) -> ModuleType:
     return importlib.import_module(f"pma.kernels.{KERNELS[spec_type]}.any_arch")
 
 
-def compile_to(folder: Path, spec: Spec, facts: DeviceFacts, config: Config | None = None) -> Disassembly:
-    """Compile in this process, past the cache, and take the result apart."""
+def compile_spec(folder: Path, spec: Spec, facts: DeviceFacts, config: Config | None = None) -> Disassembly:
     static = (spec,) if config is None else (spec, config)
-    kernel_module(type(spec)).build(facts.arch, *static, options=f"--keep-cubin --dump-dir {folder}")
-    (cubin,) = folder.glob("*.cubin")
-    return disassemble(cubin)
+    return compile_to(folder, kernel_module(type(spec)), facts.arch, *static)
 
 
 @pytest.fixture
@@ -139,7 +136,7 @@ def test_machine_code(name, facts, tmp_path, allocated):
     assert spec.why_unsupported() is None
     choose_config = CHOOSE.get(type(spec))
     config = choose_config(spec, facts) if choose_config else None
-    code = compile_to(tmp_path, spec, facts, config)
+    code = compile_spec(tmp_path, spec, facts, config)
     spills = code.starting_with("LDL", "STL")
     assert not spills, f"{len(spills)} accesses to local memory with {code.registers} registers"
     if config is None:
@@ -194,7 +191,7 @@ def test_disassembly_sees_spills(tmp_path):
     """The check above can fail: six blocks of threads on an SM leave the backward kernel too few registers."""
     spec = backward(512)
     config = replace(choose_backward_config(spec, SM90), blocks_per_sm=6)
-    assert compile_to(tmp_path, spec, SM90, config).starting_with("LDL", "STL")
+    assert compile_spec(tmp_path, spec, SM90, config).starting_with("LDL", "STL")
 
 
 # ------------------------------------------------------------------------------------------ arithmetic

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from disassembly import disassemble
+from disassembly import compile_to
 
 from pma.kernels.device_facts import KIB, SM100, SM103
 from pma.kernels.weight_grad.spec import (
@@ -34,9 +34,7 @@ def test_machine_code(name, facts, tmp_path, allocated, record_property):
     sm100 = importlib.import_module("pma.kernels.weight_grad.sm100")
     totals, spec = allocated(sm100), CASES[name]
     config = choose_config(spec, facts)
-    sm100.build(facts.arch, spec, config, options=f"--keep-cubin --dump-dir {tmp_path}")
-    (cubin,) = tmp_path.glob("*.cubin")
-    code = disassemble(cubin)
+    code = compile_to(tmp_path, sm100, facts.arch, spec, config)
     record_property("registers", code.registers)
     record_property("shared_bytes", totals[-1])
     print(f"{facts.arch} {name}: {code.registers} registers, {totals[-1]} bytes shared, {config}")
