@@ -37,7 +37,6 @@ def aligned_product(
     size = formats.ELEMENT_BYTES[names[0]]
     kept = KEPT_BITS[size] if d.dtype == np.float32 else -1
     a, b, result = (np.ascontiguousarray(each, np.float64) for each in (a, b, d))
-    result = result.copy() if result is d else result
     with np.errstate(over="ignore", invalid="ignore"):
         exact = a @ b.T + result  # infinities and NaNs, which the sum below doesn't know
         _library().aligned_products(
