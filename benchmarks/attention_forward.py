@@ -90,7 +90,7 @@ def make_problem(shape: Shape, max_length: int, *, is_uniform: bool, v_mean: flo
     v += v_mean
     headroom, width = HOPPER_NUMERICS.headroom_exponent, shape.head_dim
     seed_offsets = equal_offsets(1, shape.seeds, q.device)
-    v8 = quantize(v, offsets, columns_per_scale=width)
+    v8 = quantize(v, offsets, columns_per_scale=width, headroom_exponent=HOPPER_NUMERICS.dp_headroom_exponent)
     return Problem(
         q, k, v, offsets,
         q8=quantize(q, seed_offsets, columns_per_scale=width, headroom_exponent=headroom),
@@ -178,6 +178,13 @@ def check(shape: Shape, max_length: int, variants: list[str], v_mean: float) -> 
 
 def exact_attention(p: Problem, shape: Shape, segment: int) -> tuple[Tensor, Tensor]:
     """(out [S, E], lse [H, S]) of one segment in float64."""
+    q, k, v, _ = dense(p, shape, segment)
+    scores = q @ k.transpose(1, 2) / math.sqrt(shape.head_dim)
+    return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1), scores.logsumexp(-1)
+
+
+def dense(p: Problem, shape: Shape, segment: int) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
+    """Q, K and V of one segment in float64, [H, rows, D] each, and its rows."""
     begin, end = p.offsets[segment : segment + 2].tolist()
     slot = int(row_block_starts(p.offsets, 32)[segment])
 
@@ -188,9 +195,8 @@ def exact_attention(p: Problem, shape: Shape, segment: int) -> tuple[Tensor, Ten
     def part(matrix: MXFP8Tensor) -> MXFP8Tensor:
         return MXFP8Tensor(matrix.data[begin:end], matrix.scales[slot : slot + (end - begin) // 32 + 1])
 
-    q, k, v = heads(p.q8, shape.seeds), heads(part(p.k8), end - begin), heads(part(p.v8), end - begin)
-    scores = q @ k.transpose(1, 2) / math.sqrt(shape.head_dim)
-    return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1), scores.logsumexp(-1)
+    k, v = (heads(part(matrix), end - begin) for matrix in (p.k8, p.v8))
+    return heads(p.q8, shape.seeds), k, v, (begin, end)
 
 
 def main() -> None:

@@ -18,6 +18,8 @@ MAX_FOLD_LOG2 = (
     12  # octaves that a fold of V's scales lowers P at most: 2^6, where the static scale puts 1, stays normal
 )
 
+P_ROOM, DELTA_ROOM = 8, 15  # log2 of what P and δ may become in a folded backward (`pma/reference/folded.py`)
+
 
 @dataclass(frozen=True)
 class AttentionNumerics:
@@ -40,8 +42,10 @@ class AttentionNumerics:
         repeated_max_guard: raise the running maximum by half an octave when it occurs more than once in a tile.
         uniform_scales: one scale for all of a head's columns in 32 rows (the Hopper contract), else [32, 32] blocks.
         headroom_exponent: added to the scale exponents of Q and K (their amax lands 2^this lower).
+        dp_headroom_exponent: the same of V and dO, and of the values that are projected to V.
         folds_v_scales: multiply P by V's scales before its cast, relative to the largest of a segment and head (the
-            Hopper contract: its products have no block scales); needs uniform_scales.
+            Hopper contract: its products have no block scales); needs uniform_scales. The backward then casts P and
+            dS under scales of a whole segment and tile (`pma/reference/folded.py`).
     """
 
     kv_tile: int = 128
@@ -58,6 +62,7 @@ class AttentionNumerics:
     repeated_max_guard: bool = False
     uniform_scales: bool = False
     headroom_exponent: int = 0
+    dp_headroom_exponent: int = 0
     folds_v_scales: bool = False
 
     def __post_init__(self) -> None:
@@ -73,6 +78,7 @@ class AttentionNumerics:
         check_int("p_scale_log2", self.p_scale_log2, least=0)
         check_int("dq_scale_log2", self.dq_scale_log2, least=0, most=24)
         check_int("headroom_exponent", self.headroom_exponent, least=0, most=16)
+        check_int("dp_headroom_exponent", self.dp_headroom_exponent, least=0, most=16)
         check_bool("k_smoothing", self.k_smoothing)
         check_bool("repeated_max_guard", self.repeated_max_guard)
         check_bool("uniform_scales", self.uniform_scales)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pma.jagged import RowBlocks, row_block_starts, row_blocks
 from pma.numerics import AttentionNumerics
+from pma.reference.folded import Folding
 from pma.reference.rounding import Rounding
 
 SCORES_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 27}  # bounds temporaries, not results
@@ -45,7 +46,7 @@ class ForwardResult(NamedTuple):
 
     out: Tensor  # [B, S, E] float32 (float64 for float64 operands)
     lse: Tensor  # [B, H, S], natural log
-    row_sum_log2: Tensor  # [B, H, S] int32, ⌊log2 l⌋ with l relative to the final running maximum
+    row_sum_log2: Tensor  # [B, H, S] int32, ⌊log2 l⌋ with l relative to the final running maximum; folded: to the largest
 
 
 class BackwardInputs(NamedTuple):
@@ -56,6 +57,7 @@ class BackwardInputs(NamedTuple):
     lse: Tensor  # [B, H, S]
     row_sum_log2: Tensor  # [B, H, S] int32
     dp_dout: Tensor  # [B·S, E], the dO of dP: `dout`, or the unquantised one
+    folding: Folding | None = None  # P and dS are cast under its scales instead of the rounding's
 
 
 class Gradients(NamedTuple):
@@ -92,7 +94,8 @@ def attention_forward(operands: Operands, shape: AttentionShape, rounding: Round
     if num_segments and k.shape[0]:
         tiles = row_blocks(offsets, k.shape[0], numerics.kv_tile)
         scale_log2 = _scale_log2(head_dim)
-        running = running_maximum(_tile_maxima(operands, shape, rounding, tiles), tiles.segment, numerics, scale_log2)
+        maxima = _tile_maxima(operands, shape, rounding, tiles)
+        running = running_maximum(maxima, tiles.segment, numerics, scale_log2)
         final_max = running[_last_tile(offsets, tiles, numerics.kv_tile, numerics.kv_order)]
         for chunk in _chunks(operands, shape, tiles, numerics.kv_tile):
             scores, tile_max = _scores(chunk, k.dtype), running[chunk.tiles]
@@ -106,6 +109,9 @@ def attention_forward(operands: Operands, shape: AttentionShape, rounding: Round
     out = torch.where(total == 0, 0.0, out / total).to(k.dtype)
     sums = row_sum.to(k.dtype)
     lse = (final_max.double() / math.sqrt(head_dim) + sums.double().log()).to(k.dtype)
+    if operands.v_fold is not None and num_segments and k.shape[0]:
+        largest = torch.full_like(final_max, -math.inf).index_reduce_(0, tiles.segment, maxima, "amax")
+        sums = sums * _exp2_difference(final_max, _finite(largest), _scale_log2(head_dim))
     return ForwardResult(out.transpose(1, 2).flatten(2), lse, _floor_log2(sums))
 
 
@@ -124,18 +130,24 @@ def attention_backward(
         tiles = row_blocks(offsets, k.shape[0], numerics.kv_tile)
         dout, dp_dout = (_split_segments(x, shape) for x in (inputs.dout, inputs.dp_dout))
         delta = inputs.delta.view(-1, shape.num_seeds, shape.num_heads).transpose(1, 2)
-        lse_log2 = inputs.lse.double() * LOG2_E
+        lse_log2, folding = inputs.lse.double() * LOG2_E, inputs.folding
+        folded_q = q if folding is None else _split_segments(folding.q, shape).double()
         for chunk in _chunks(operands, shape, tiles, numerics.kv_tile):
             scores, of = _scores(chunk, k.dtype), chunk.segment
             exponent = scores.double() * _scale_log2(head_dim) - lse_log2[of][..., None]
             p = torch.where(chunk.valid[:, None, None], _exp2(exponent.to(k.dtype)), 0.0)
-            rounded = rounding.p_backward(p, inputs.row_sum_log2[of])
             dp = (dp_dout[of].double() @ chunk.v.transpose(-1, -2)).to(k.dtype)
             ds = p * (dp - delta[of][..., None])
-            ds = rounding.ds(torch.where(chunk.valid[:, None, None], ds, 0.0))
+            ds = torch.where(chunk.valid[:, None, None], ds, 0.0)
+            if folding is None:
+                rounded, ds = rounding.p_backward(p, inputs.row_sum_log2[of]), rounding.ds(ds)
+                own_q, own_k = chunk.q, chunk.k
+            else:
+                rounded, ds = folding.round_p(p, of), folding.round_ds(ds, chunk.v, chunk.rows, of)
+                own_q, own_k = folded_q[0 if is_shared else of], folding.fold_k(chunk.k, chunk.rows)
             _store(dv, chunk, rounded.transpose(-1, -2) @ dout[of].double())
-            _store(dk, chunk, ds.transpose(-1, -2) @ chunk.q * scale)
-            dq.add(ds @ chunk.k * scale, None if is_shared else of)
+            _store(dk, chunk, ds.transpose(-1, -2) @ own_q * scale)
+            dq.add(ds @ own_k * scale, None if is_shared else of)
     return Gradients(dq.result(), dk[:-1], dv[:-1])
 
 

@@ -12,6 +12,7 @@ from pma.layouts import BLOCK, MXFP8Tensor
 from pma.numerics import MAX_FOLD_LOG2, AttentionNumerics
 from pma.reference import attention, norm, projection
 from pma.reference.attention import AttentionShape, BackwardInputs, Operands
+from pma.reference.folded import fold
 from pma.reference.rounding import MXFP8Rounding, PlainRounding
 
 
@@ -90,7 +91,11 @@ def attention_backward(
     dout_offsets = equal_offsets(offsets.shape[0] - 1, shape.num_seeds, offsets.device)
     dequantized = layouts.dequantize(*dout, dout_offsets)
     dp_dout = saved.dp_dout.bfloat16().float() if record.dp_operands == "bf16" else dequantized
-    inputs = saved._replace(dout=dequantized, dp_dout=dp_dout)
+    folding = None
+    if record.folds_v_scales:
+        values, state = (operands.q, dequantized), (saved.delta, saved.row_sum_log2)
+        folding = fold((q, k, v, dout), values, state, offsets)
+    inputs = saved._replace(dout=dequantized, dp_dout=dp_dout, folding=folding)
     dq, dk, dv = attention.attention_backward(operands, inputs, shape, MXFP8Rounding(record))
     columns = record.columns_per_scale(k.data.shape[1] // shape.num_heads)
     quantized_dk = layouts.quantize(dk, offsets, columns_per_scale=columns)

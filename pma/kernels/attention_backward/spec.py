@@ -71,11 +71,14 @@ class AttentionBackwardSpec:
             return f"the head width must be 64 or 128, got {self.head_dim}"
         if self.numerics.dp_operands != "mxfp8":
             return f"dp_operands must be mxfp8, got {self.numerics.dp_operands}"
-        if self.numerics.uniform_scales:
-            return "uniform_scales must be False, got True"
+        if reason := self._why_scales_unsupported():
+            return reason
         if self.offsets_dtype not in (torch.int32, torch.int64):
             return f"offsets must be int32 or int64, got {self.offsets_dtype}"
         return None
+
+    def _why_scales_unsupported(self) -> str | None:
+        return "uniform_scales must be False, got True" if self.numerics.uniform_scales else None
 
 
 @dataclass(frozen=True)

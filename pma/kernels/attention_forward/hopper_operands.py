@@ -47,5 +47,7 @@ class Registers(NamedTuple):
     ended_shifts: cute.Tensor  # [2] float32: those that a segment ended with
     totals: cute.Tensor  # [2] float32: of the lane's P before the cast, if they are summed
     ended_totals: cute.Tensor  # [2] float32
+    tops: cute.Tensor  # [2] float32: largest of the lane's scores, in octaves
+    ended_tops: cute.Tensor  # [2] float32
     factors: cute.Tensor  # [2] float32: by which a moved maximum lowers what came before
     missed: cute.Tensor  # [2] float32: product of those that the sums in shared memory have not seen

@@ -401,10 +401,11 @@ class HopperForward(SharesOfCtas):
     def registers(self, score_product: cute.TiledMma, out_product: cute.TiledMma) -> Registers:
         q, q_words = operand_registers(score_product, self.spec.head_dim)
         p, p_words = operand_registers(out_product, TILE)
-        rows = [cute.make_rmem_tensor(LANE_ROWS, Float32) for _ in range(6)]
+        rows = [cute.make_rmem_tensor(LANE_ROWS, Float32) for _ in range(8)]
         own = Registers(q, q_words, p, p_words, accumulators(out_product, self.spec.v_rows, Float32), *rows)
         for row in (own.shifts, own.totals):
             row.fill(0.0)
+        own.tops.fill(-Float32.inf)
         own.missed.fill(1.0)
         return own
 
@@ -457,6 +458,8 @@ class HopperForward(SharesOfCtas):
             self.scores.mask(scores, count - 2 * (cute.arch.lane_idx() % 4))
         weights = self.scores.new_weights()
         maxima = self.scores.maxima(scores, factors)
+        for r in cutlass.range_constexpr(LANE_ROWS):
+            own.tops[r] = cute.arch.fmax(own.tops[r], maxima[r])
         top = self.numerics.p_scale_log2 + self.numerics.rescale_threshold_log2
         is_past = (maxima[0] + own.shifts[0] > top) | (maxima[1] + own.shifts[1] > top)
         has_moved = cute.arch.vote_any_sync(is_past | (step == 0))
@@ -483,8 +486,8 @@ class HopperForward(SharesOfCtas):
     def note_end(self, own: Registers):
         """Keep what a segment ended with until its last product is done."""
         for r in cutlass.range_constexpr(LANE_ROWS):
-            own.ended_shifts[r], own.ended_totals[r] = own.shifts[r], own.totals[r]
-            own.totals[r] = Float32(0.0)
+            own.ended_shifts[r], own.ended_totals[r], own.ended_tops[r] = own.shifts[r], own.totals[r], own.tops[r]
+            own.totals[r], own.tops[r] = Float32(0.0), -Float32.inf
 
     @cute.jit
     def release_v(self, shared: Shared, stage: Int32, parity: Int32):
@@ -555,7 +558,9 @@ class HopperForward(SharesOfCtas):
             values = cute.make_rmem_tensor((2, self.spec.head_dim // COLUMN_GROUP), Float32)
             for j in cutlass.range_constexpr(self.spec.head_dim // COLUMN_GROUP):
                 values[0, j], values[1, j] = out[0, r, j] * factor, out[1, r, j] * factor
-            exponent = Int32(total.bitcast(Uint32) >> 23) - 127 - self.numerics.p_scale_log2
+            past = quad_max(own.ended_tops[r]) + own.ended_shifts[r]  # octaves of the largest P
+            below_largest = total * cute.math.exp2(-past, fastmath=True)
+            exponent = Int32(below_largest.bitcast(Uint32) >> 23) - SCALE_ONE
             lse = (cute.math.log2(total) - own.ended_shifts[r]) * math.log(2.0)
             self.store_row(o, (segment, share, r), values, (lse, exponent))
 

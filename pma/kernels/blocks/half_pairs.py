@@ -60,9 +60,26 @@ def e4m3_of_pairs(a: Uint32, b: Uint32) -> Uint32:
     return _on_pairs(text, a, b)
 
 
+def pairs_of_e4m3(word: Uint32) -> tuple[Uint32, Uint32]:
+    """Four E4M3 bytes as numbers."""
+    text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.rn.f16x2.e4m3x2 $0, %s; }"
+    return _on_pairs(text % "low", word), _on_pairs(text % "high", word)
+
+
 def pair_of(value: Float32) -> Uint32:
     """The number twice, rounded."""
     return _assembly("cvt.rn.f16x2.f32 $0, $1, $1;", Uint32, Float32(value))
+
+
+@cute.jit
+def pair_of_factor(value: Float32) -> Uint32:
+    """A positive number twice, within what fp16 holds, so that it makes neither 0 nor infinity; NaN stays."""
+    value = cute.arch.fmin(cute.arch.fmax(value, LEAST, nan=True), MOST, nan=True)
+    return pair_of(value)
+
+
+def pair_of_two(low: Float32, high: Float32) -> Uint32:
+    return _assembly("cvt.rn.f16x2.f32 $0, $2, $1;", Uint32, Float32(low), Float32(high))
 
 
 def largest_of(pair: Uint32) -> Float32:
@@ -78,6 +95,20 @@ def sum_of_pair(pair: Uint32) -> Float32:
     return _assembly(text, Float32, Uint32(pair))
 
 
+def floats_of_pair(pair: Uint32) -> tuple[Float32, Float32]:
+    text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, %s; }"
+    return tuple(_assembly(text % which, Float32, Uint32(pair)) for which in ("low", "high"))
+
+
 @cute.jit
 def rounded_to_half(value: Float32) -> Float32:
     return value.to(Float16).to(Float32)
+
+
+@cute.jit
+def square_sum_of_e4m3(word: Uint32, total: Float32) -> Float32:
+    """The total and the squares of four E4M3 bytes, in fp32."""
+    for pair in pairs_of_e4m3(word):
+        low, high = floats_of_pair(pair)
+        total = total + low * low + high * high
+    return total

@@ -1,4 +1,4 @@
-"""FP8 products of a warpgroup (wgmma): A [64, k] in registers, B [n, k] in shared memory, both K-major.
+"""FP8 products of a warpgroup (wgmma): A [64, k] in registers or shared memory, B [n, k] in shared memory, K-major.
 
 Lane l of warp w, g = l / 4, q = l % 4, holds of
 
@@ -21,12 +21,15 @@ BLOCK = 32  # bytes along K that an instruction takes
 
 
 @cute.jit
-def fp8_product(columns: cutlass.Constexpr[int], dtype: cutlass.Constexpr) -> cute.TiledMma:
-    """Products with B of so many rows and accumulators of a type, fp32 or fp16."""
+def fp8_product(
+    columns: cutlass.Constexpr[int], dtype: cutlass.Constexpr,
+    source: cutlass.Constexpr = warpgroup.OperandSource.RMEM,
+) -> cute.TiledMma:  # fmt: skip
+    """Products with B of so many rows and accumulators of a type, fp32 or fp16. source: where A lies."""
     k_major = OperandMajorMode.K
     return make_trivial_tiled_mma(
         Float8E4M3FN, Float8E4M3FN, k_major, k_major, dtype, (1, 1, 1), (ROWS, columns),
-        a_source=warpgroup.OperandSource.RMEM,
+        a_source=source,
     )  # fmt: skip
 
 

@@ -1,0 +1,124 @@
+"""dV and dK of a tile of events on Hopper: from accumulators to MXFP8 with one scale for a head and 32 rows.
+
+A warp holds 16 events, so two neighbouring warps share a block and exchange its maxima through shared memory. The four
+lanes of a row exchange words, so that each stores 16 neighbouring bytes.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32
+from quack.reduce import warp_reduce
+
+from pma.kernels.attention_backward.hopper_operands import Gradient, HopperBackwardOperands, Shared
+from pma.kernels.attention_backward.hopper_spec import COMPUTE_WARPS, HopperBackwardSpec
+from pma.kernels.attention_backward.seed_statistics import power_of_two
+from pma.kernels.blocks.block_quantize import clear_unused_scales, store_compact_scales
+from pma.kernels.blocks.block_scales import inverse_scale, max_magnitude, scale_byte
+from pma.kernels.blocks.byte_transpose import permuted
+from pma.kernels.blocks.memory import clear_rows, store_words
+from pma.kernels.blocks.quad_transpose import transpose_quad
+from pma.kernels.blocks.row_tiles import RowTile
+from pma.kernels.blocks.warpgroup_product import COLUMN_GROUP, LANE_ROWS, WARP_ROWS
+from pma.layouts import BLOCK
+from pma.layouts.mxfp8 import SCALE_NAN
+
+FIRST_BARRIER = 2  # named, of the computing warpgroups
+FIRST_WARP = 4  # that computes
+
+
+class HopperGradients:
+    """What the computing warps do when all steps of a tile are done."""
+
+    spec: HopperBackwardSpec
+    head_dim: int
+    softmax_scale: float
+
+    @cute.jit
+    def head(self) -> Int32:
+        block, _, _ = cute.arch.block_idx()
+        return block % self.spec.num_heads
+
+    @cute.jit
+    def store_gradients(self, o: HopperBackwardOperands, shared: Shared, sums, known):
+        """sums: (dV, dK); known: (facts of the tile, turn, log2 of Q's largest scale)."""
+        (facts, turn, q_log2), (dv, dk) = known, sums
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_WARP
+        count = facts.rows.num_rows - warp * WARP_ROWS - cute.arch.lane_idx() // 4  # rows from the lane's first on
+        ds_log2 = Int32(shared.facts[12, turn % 2])
+        factors = (power_of_two(-facts.x), power_of_two(q_log2 - ds_log2) * self.softmax_scale)
+        maxima = shared.maxima[None, None, turn % 2]
+        for which in cutlass.range_constexpr(2):
+            amax = warp_reduce(self.amax(sums[which], count), cute.arch.fmax, nan=True)
+            maxima[which, warp] = amax * factors[which]
+        cute.arch.barrier(barrier_id=FIRST_BARRIER + warp // 4, number_of_threads=128)
+        for which in cutlass.range_constexpr(2):
+            amax = max_magnitude(maxima[which, warp], maxima[which, warp ^ 1])
+            byte = scale_byte(amax.bitcast(Uint32))
+            out = (o.dv, o.dk)[which]
+            self.store_rows(out, sums[which], (facts.rows, count, warp), (factors[which] * inverse_scale(byte), byte))
+            if warp % 2 == 0:
+                self.store_scales(out, facts.rows, Uint32(byte) * Uint32(0x01010101), warp // 2)
+
+    @cute.jit
+    def amax(self, sums: cute.Tensor, count: Int32) -> Float32:
+        """Largest magnitude of the lane's rows that exist; NaN wins."""
+        values = cute.make_tensor(sums.iterator, cute.make_layout((2, LANE_ROWS, self.head_dim // COLUMN_GROUP)))
+        largest = Float32(0.0)
+        for r in cutlass.range_constexpr(LANE_ROWS):
+            of_row = Float32(0.0)
+            for j in cutlass.range_constexpr(self.head_dim // COLUMN_GROUP):
+                for e in cutlass.range_constexpr(2):
+                    of_row = max_magnitude(of_row, values[e, r, j])
+            largest = max_magnitude(largest, of_row if count > 8 * r else Float32(0.0))
+        return largest
+
+    @cute.jit
+    def store_rows(self, out: Gradient, sums: cute.Tensor, place, scale):
+        """Cast and store. place: (tile, rows from the lane's first on, warp); scale: (factor, scale byte)."""
+        (rows, count, warp), (factor, byte), lane = place, scale, cute.arch.lane_idx()
+        values = cute.make_tensor(sums.iterator, cute.make_layout((2, LANE_ROWS, self.head_dim // COLUMN_GROUP)))
+        four, payload = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, Float8E4M3FN)
+        words = cute.make_rmem_tensor(4, Uint32)
+        for r in cutlass.range_constexpr(LANE_ROWS):
+            row = Int64(rows.first_row + warp * WARP_ROWS + lane // 4 + 8 * r)
+            start = row * self.spec.columns + self.head() * self.head_dim + 16 * (lane % 4)
+            for piece in cutlass.range_constexpr(self.head_dim // 64):
+                for word in cutlass.range_constexpr(4):
+                    for i in cutlass.range_constexpr(4):
+                        four[i] = values[i % 2, r, 8 * piece + 2 * word + i // 2] * factor
+                    payload.store(four.load().to(Float8E4M3FN))  # saturates
+                    words[word] = Uint32(0) if byte == SCALE_NAN else Uint32(cute.recast_tensor(payload, Uint32)[0])
+                transpose_quad(words)
+                ordered = cute.make_rmem_tensor(4, Uint32)
+                for word in cutlass.range_constexpr(4):
+                    first, selector = 2 * (word % 2), (0x5410, 0x7632)[word // 2]
+                    ordered[word] = permuted(words[first], words[first + 1], selector)
+                if count > 8 * r:
+                    store_words(out.data, start + 64 * piece, ordered)
+
+    @cute.jit
+    def store_scales(self, out: Gradient, rows: RowTile, word: Uint32, row_block: Int32):
+        blocks = self.head_dim // BLOCK
+        store_compact_scales(out.scales, rows, word, (row_block, self.head() * blocks, blocks))
+
+    @cute.jit
+    def store_absent_scales(self, o: HopperBackwardOperands, rows: RowTile):
+        """Fill the spare compact slot of an empty segment."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_WARP
+        if warp == 0:
+            self.store_scales(o.dv, rows, Uint32(0), warp)
+            self.store_scales(o.dk, rows, Uint32(0), warp)
+
+    @cute.jit
+    def clear_outside(self, o: HopperBackwardOperands):
+        """Zero the payload and the scale slots in front of the first segment and behind the last."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        threads = 32 * COMPUTE_WARPS
+        workers, worker = blocks * threads, block * threads + thread - 32 * FIRST_WARP
+        head, tail = Int32(o.offsets[0]), Int32(o.offsets[cute.size(o.offsets, mode=[0]) - 1])
+        for out in (o.dk, o.dv):
+            for begin, end in ((Int32(0), head), (tail, cute.size(out.data, mode=[0]))):
+                clear_rows(out.data, begin, end, (self.spec.columns, worker, workers))
+            clear_unused_scales(out.scales, o.offsets, (worker, workers))

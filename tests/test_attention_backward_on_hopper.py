@@ -1,0 +1,61 @@
+"""Hopper's attention backward on a Hopper GPU: the simulator's cases, and what only hardware can tell."""
+
+import importlib.util
+
+import pytest
+import torch
+from hopper_backward import CASES, FP16_DQ, call, check, gradients, make
+from jagged_attention import LENGTHS
+
+from pma.kernels.attention_forward.hopper_spec import HOPPER_NUMERICS
+from pma.kernels.device_facts import SM90, device_facts
+
+HAS_HOPPER = torch.cuda.is_available() and device_facts(torch.device("cuda", 0)) == SM90
+HAS_KERNELS = importlib.util.find_spec("cutlass") is not None and importlib.util.find_spec("quack") is not None
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.sm90,
+    pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU"),
+    pytest.mark.skipif(not HAS_KERNELS, reason="needs nvidia-cutlass-dsl and quack-kernels"),
+]
+MANY = tuple(torch.randint(0, 700, (300,), generator=torch.Generator().manual_seed(0)).tolist())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_right(name):
+    p = CASES[name].to("cuda")
+    check(p, gradients(p))
+
+
+@pytest.mark.parametrize("numerics", [HOPPER_NUMERICS, FP16_DQ], ids=["fp32", "fp16"])
+def test_long_segments(numerics):
+    p = make((*LENGTHS, 16384, 2000, 8500, 4100), 128, 1, 256, numerics=numerics).to("cuda")
+    check(p, gradients(p))
+
+
+@pytest.mark.parametrize(("num_seeds", "is_shared"), [(512, True), (640, True), (96, False)])
+def test_many_segments(num_seeds, is_shared):
+    p = make(MANY, 128, 3, num_seeds, is_shared=is_shared).to("cuda")
+    check(p, gradients(p))
+
+
+@pytest.mark.parametrize(("num_seeds", "is_shared"), [(512, True), (96, False)])
+def test_repeats_bit_for_bit_when_asked(num_seeds, is_shared):
+    p = make(MANY[:60], 128, 3, num_seeds, is_shared=is_shared, **({"slabs": 0} if is_shared else {})).to("cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = gradients(p)
+        for _ in range(20):
+            assert all(torch.equal(a, b) for a, b in zip(first, gradients(p), strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_no_host_sync():
+    launch = call(CASES["three heads, resident"].to("cuda"))
+    launch()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        launch()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
