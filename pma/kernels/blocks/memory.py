@@ -22,6 +22,12 @@ def row_tensor(tensor: cute.Tensor, offset: Int64, layout: cute.Layout) -> cute.
 
 
 @cute.jit
+def load_byte(tensor: cute.Tensor, offset: Int64) -> Int32:
+    byte = cute.make_tensor(element_pointer(tensor, offset, 1), cute.make_layout(1))[0]
+    return Int32(byte) & 0xFF  # the conversion extends the sign
+
+
+@cute.jit
 def store_byte(tensor: cute.Tensor, offset: Int64, byte: Int32):
     cute.make_tensor(element_pointer(tensor, offset, 1), cute.make_layout(1))[0] = Uint8(byte)
 

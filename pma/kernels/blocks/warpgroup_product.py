@@ -11,8 +11,10 @@ which is that of the tokens of a transposed payload (`pma/layouts/transposed.py`
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float8E4M3FN, Uint32
+from cutlass import Boolean, Float8E4M3FN, Float32, Uint32
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 ROWS, WARP_ROWS, LANE_ROWS = 64, 16, 2
@@ -22,14 +24,14 @@ BLOCK = 32  # bytes along K that an instruction takes
 
 @cute.jit
 def fp8_product(
-    columns: cutlass.Constexpr[int], dtype: cutlass.Constexpr,
+    columns: cutlass.Constexpr[int],
+    dtype: cutlass.Constexpr,
     source: cutlass.Constexpr = warpgroup.OperandSource.RMEM,
-) -> cute.TiledMma:  # fmt: skip
-    """Products with B of so many rows and accumulators of a type, fp32 or fp16. source: where A lies."""
+) -> cute.TiledMma:
+    """Products with B of so many rows and accumulators of a type, fp32 or fp16; source: where A is."""
     k_major = OperandMajorMode.K
     return make_trivial_tiled_mma(
-        Float8E4M3FN, Float8E4M3FN, k_major, k_major, dtype, (1, 1, 1), (ROWS, columns),
-        a_source=source,
+        Float8E4M3FN, Float8E4M3FN, k_major, k_major, dtype, (1, 1, 1), (ROWS, columns), a_source=source
     )  # fmt: skip
 
 
@@ -48,12 +50,36 @@ def accumulators(product: cute.TiledMma, columns: cutlass.Constexpr[int], dtype:
 
 
 @cute.jit
-def multiply(product: cute.TiledMma, sums: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulates):
-    """Issue sums ← a bᵀ, or sums + a bᵀ, as one group."""
+def multiply(
+    product: cute.TiledMma, sums: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulates,
+    blocks: cutlass.Constexpr[tuple[int, int] | None] = None,
+):  # fmt: skip
+    """Issue sums ← a bᵀ, or sums + a bᵀ, as one group. blocks: (first, last + 1) along K, else all."""
     warpgroup.fence()
     atom = cute.make_mma_atom(product.op)
     atom.set(warpgroup.Field.ACCUMULATE, Boolean(accumulates))
-    for block in cutlass.range_constexpr(cute.size(a.shape[2])):
+    first, end = (0, cute.size(a.shape[2])) if cutlass.const_expr(blocks is None) else blocks
+    for block in cutlass.range_constexpr(first, end):
         cute.gemm(atom, sums, a[None, None, block], b[None, None, block], sums)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
+
+
+@cute.jit
+def settle(values: cute.Tensor):
+    """Have these fp32 values computed before the next products are issued, whatever the compiler would rather do.
+
+    It moves arithmetic behind products that follow, and then has too few registers for their accumulators.
+    """
+    for index in cutlass.range_constexpr(cute.size(values)):
+        values[index] = _settled(values[index])
+
+
+@dsl_user_op
+def _settled(value: Float32, *, loc=None, ip=None) -> Float32:
+    return Float32(
+        llvm.inline_asm(
+            T.f32(), [Float32(value).ir_value(loc=loc, ip=ip)], "", "=f,0", has_side_effects=True,
+            is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        )
+    )  # fmt: skip
