@@ -22,10 +22,10 @@ from benchmarks.attention_forward import DEVICE, PEER, Problem, Shape, attention
 from benchmarks.sustained import measure
 from pma.jagged import equal_offsets
 from pma.kernels.attention_backward.hopper_spec import HopperBackwardSpec, choose_config
-from pma.kernels.attention_forward.hopper_spec import HOPPER_NUMERICS
 from pma.kernels.device_facts import SM90
 from pma.kernels.quantize.spec import QuantizeSpec
 from pma.layouts import dequantize
+from pma.numerics import HOPPER_NUMERICS
 from pma.testing import relative_error
 
 # What differs from the default: fields of the numerics, fields of the configuration.

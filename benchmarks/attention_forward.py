@@ -21,10 +21,11 @@ from torch import Tensor
 from benchmarks import record
 from benchmarks.sustained import measure
 from pma.jagged import equal_offsets, row_block_starts
-from pma.kernels.attention_forward.hopper_spec import HOPPER_NUMERICS, HopperForwardSpec, choose_config
+from pma.kernels.attention_forward.hopper_spec import HopperForwardSpec, choose_config
 from pma.kernels.attention_forward.shares import work_by_length
 from pma.kernels.device_facts import SM90
 from pma.layouts import MXFP8Tensor, dequantize, quantize, transpose_payload
+from pma.numerics import HOPPER_NUMERICS
 from pma.testing import relative_error
 
 DEVICE = "cuda"

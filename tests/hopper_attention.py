@@ -11,10 +11,10 @@ from jagged_attention import HEAD, LENGTHS, NAN_PAYLOAD, SHORT, STEPS_OF_ONE_TIL
 from torch import Tensor
 
 from pma.jagged import equal_offsets, segment_of_rows
-from pma.kernels.attention_forward.hopper_spec import HOPPER_NUMERICS, TILE, HopperForwardSpec, choose_config
+from pma.kernels.attention_forward.hopper_spec import TILE, HopperForwardSpec, choose_config
 from pma.kernels.device_facts import SM90
 from pma.layouts import BLOCK, MXFP8Tensor, dequantize, quantize, transpose_payload
-from pma.numerics import AttentionNumerics
+from pma.numerics import HOPPER_NUMERICS, AttentionNumerics
 from pma.reference import operators as reference
 from pma.reference.attention import AttentionShape, ForwardResult, Operands, attention_forward
 from pma.reference.rounding import PlainRounding
@@ -26,11 +26,12 @@ NO_HEADROOM = replace(HOPPER_NUMERICS, p_scale_log2=8, rescale_threshold_log2=0.
 
 
 class Magnitudes(NamedTuple):
-    """Standard deviation of the seeds, which sets that of the scores; of the logarithm of V's rows; V's mean."""
+    """Standard deviation of the seeds, which sets that of the scores; of log V and log dO by rows; V mean."""
 
     seeds: float = 1.0
     v: float = 0.5
     v_mean: float = 0.0
+    dout: float = 0.5
 
 
 ORDINARY, SHARP = Magnitudes(), Magnitudes(seeds=4.0)
@@ -63,7 +64,7 @@ class Problem(NamedTuple):
 def make_problem(
     lengths: tuple[int, ...], head_dim: int, num_heads: int, num_seeds: int, *, is_shared: bool = True,
     numerics: AttentionNumerics = HOPPER_NUMERICS, magnitudes: Magnitudes = ORDINARY,
-    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.int64), v_headroom: int = 0, **choices,
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.int64), **choices,
 ) -> Problem:  # fmt: skip
     """Rows of normal numbers, each with a magnitude of its own. dtypes: of out and of the offsets."""
     generator = torch.Generator().manual_seed(sum(lengths) + num_seeds)
@@ -86,7 +87,7 @@ def make_problem(
     return problem._replace(
         q=matrix(seeds, problem.seed_offsets, numerics.headroom_exponent),
         k=matrix(normal(rows), offsets, numerics.headroom_exponent),
-        v=matrix(normal(rows, magnitudes.v) + magnitudes.v_mean, offsets, v_headroom),
+        v=matrix(normal(rows, magnitudes.v) + magnitudes.v_mean, offsets, numerics.dp_headroom_exponent),
     )
 
 

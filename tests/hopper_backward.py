@@ -13,10 +13,9 @@ from torch import Tensor
 
 from pma.jagged import equal_offsets
 from pma.kernels.attention_backward.hopper_spec import HopperBackwardSpec, choose_config
-from pma.kernels.attention_forward.hopper_spec import HOPPER_NUMERICS
 from pma.kernels.device_facts import SM90
 from pma.layouts import MXFP8Tensor, dequantize, quantize, transpose_payload
-from pma.numerics import AttentionNumerics
+from pma.numerics import HOPPER_NUMERICS, AttentionNumerics
 from pma.reference import operators as reference
 from pma.reference.attention import BackwardInputs, Gradients, Operands, attention_backward
 from pma.reference.rounding import PlainRounding
@@ -53,18 +52,18 @@ class Problem(NamedTuple):
 
 def make(
     lengths: tuple[int, ...], head_dim: int, num_heads: int, num_seeds: int, *, is_shared: bool = True,
-    numerics: AttentionNumerics = HOPPER_NUMERICS, magnitudes: Magnitudes = ORDINARY, dout_spread: float = 0.5,
+    numerics: AttentionNumerics = HOPPER_NUMERICS, magnitudes: Magnitudes = ORDINARY,
     offsets_dtype: torch.dtype = torch.int64, **choices,
 ) -> Problem:  # fmt: skip
     """Beside a forward's problem a dO of normal numbers, each row with a magnitude of its own."""
     dtypes = (torch.float32, offsets_dtype)
     forward = make_problem(
         lengths, head_dim, num_heads, num_seeds, is_shared=is_shared, numerics=numerics, magnitudes=magnitudes,
-        dtypes=dtypes, v_headroom=numerics.dp_headroom_exponent,
+        dtypes=dtypes,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(len(lengths))
     rows, columns = len(lengths) * num_seeds, forward.spec.columns
-    spread = torch.exp(torch.randn(rows, 1, generator=generator) * dout_spread)
+    spread = torch.exp(torch.randn(rows, 1, generator=generator) * magnitudes.dout)
     spec = HopperBackwardSpec(head_dim, num_heads, num_seeds, is_shared, numerics, offsets_dtype)
     return with_dout(spec, forward, torch.randn(rows, columns, generator=generator) * spread, choices)
 
@@ -150,7 +149,7 @@ CASES = {
     "sharp scores": make(SHORT, 128, 1, 128, magnitudes=Magnitudes(seeds=4.0)),
     "V with a mean": make(SHORT, 128, 1, 128, magnitudes=Magnitudes(v_mean=1.0)),
     "V of many scales": make(SHORT, 128, 1, 128, magnitudes=Magnitudes(v=2.0)),
-    "dO of many scales": make(SHORT, 128, 1, 128, dout_spread=3.0),
+    "dO of many scales": make(SHORT, 128, 1, 128, magnitudes=Magnitudes(dout=3.0)),
     "int32 offsets": make((40, 70), 128, 1, 64, offsets_dtype=torch.int32),
     "steps of one tile": make(STEPS_OF_ONE_TILE, 128, 1, 64),
     "three stages": make((128, 256), 64, 1, 300, stages=3),

@@ -7,8 +7,8 @@ import torch
 from hopper_backward import CASES, FP16_DQ, call, check, gradients, make
 from jagged_attention import LENGTHS
 
-from pma.kernels.attention_forward.hopper_spec import HOPPER_NUMERICS
 from pma.kernels.device_facts import SM90, device_facts
+from pma.numerics import HOPPER_NUMERICS
 
 HAS_HOPPER = torch.cuda.is_available() and device_facts(torch.device("cuda", 0)) == SM90
 HAS_KERNELS = importlib.util.find_spec("cutlass") is not None and importlib.util.find_spec("quack") is not None

@@ -7,7 +7,6 @@ import pytest
 import torch
 from disassembly import Disassembly, compile_to
 
-from pma.kernels.attention_forward.hopper_spec import HOPPER_NUMERICS
 from pma.kernels.attention_forward.spec import (
     BUFFERS,
     END_COLUMN,
@@ -19,7 +18,7 @@ from pma.kernels.attention_forward.spec import (
     choose_config,
 )
 from pma.kernels.device_facts import SM100, SM103
-from pma.numerics import AttentionNumerics
+from pma.numerics import HOPPER_NUMERICS, AttentionNumerics
 
 BF16, FP16, FP32, I32, I64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
 FACTS = (SM100, SM103)

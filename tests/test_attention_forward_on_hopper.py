@@ -8,9 +8,9 @@ import torch
 from hopper_attention import CASES, Magnitudes, attend, call, check, make_problem
 from jagged_attention import LENGTHS
 
-from pma.kernels.attention_forward.hopper_spec import HOPPER_NUMERICS
 from pma.kernels.device_facts import SM90, device_facts
 from pma.layouts import quantize
+from pma.numerics import HOPPER_NUMERICS
 from pma.testing import ULPS_FP16, relative_error
 
 HAS_HOPPER = torch.cuda.is_available() and device_facts(torch.device("cuda", 0)) == SM90

@@ -9,7 +9,6 @@ import torch
 from disassembly import Disassembly, compile_to
 
 from pma.kernels.attention_forward.hopper_spec import (
-    HOPPER_NUMERICS,
     TILE,
     HopperForwardConfig,
     HopperForwardSpec,
@@ -17,7 +16,7 @@ from pma.kernels.attention_forward.hopper_spec import (
     fits_fp16,
 )
 from pma.kernels.device_facts import SM90
-from pma.numerics import AttentionNumerics
+from pma.numerics import HOPPER_NUMERICS, AttentionNumerics
 
 BF16, FP16, FP32, I32, I64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
 FP32_SUM = replace(HOPPER_NUMERICS, denominator="fp32")

@@ -10,13 +10,15 @@ from pma.functional import PMAWeights, pooled_attention, pooled_attention_unquan
 from pma.jagged import FLOAT_DTYPES, JaggedInput, to_values_and_offsets
 from pma.layouts import BLOCK
 from pma.modules.layers import Projection
-from pma.numerics import AttentionNumerics
+from pma.numerics import HOPPER_NUMERICS, AttentionNumerics
 from pma.ops import backends
 from pma.ops.autograd import PMAConfig
-from pma.ops.sm100 import PoolShape
+from pma.ops.pool import PoolShape
 
 PRECISIONS = ("mxfp8", "bf16", "fp32")
 SEEDS_STD = 0.02
+DEFAULT_NUMERICS = AttentionNumerics()
+DEFAULT_TOKEN, HOPPER_TOKEN = DEFAULT_NUMERICS.token(), HOPPER_NUMERICS.token()
 
 
 class PMA(nn.Module):
@@ -62,8 +64,8 @@ class PMA(nn.Module):
             raise TypeError(f"numerics must be a pma.AttentionNumerics or None, got {type(numerics).__name__}")
         self.embed_dim, self.num_heads, self.num_seeds = embed_dim, num_heads, num_seeds
         self.norm_eps, self._precision, self._backend = norm_eps, precision, backend
-        self._numerics = AttentionNumerics() if numerics is None else numerics
-        self._numerics_token = self._numerics.token()
+        self._numerics = numerics
+        self._numerics_token = None if numerics is None else numerics.token()
         like: dict[str, Any] = {"device": device, "dtype": dtype}
         self.seed_embs = nn.Parameter(torch.empty(num_seeds, embed_dim, **like))
         self.query_norm = nn.RMSNorm(embed_dim, eps=norm_eps, **like)
@@ -125,8 +127,18 @@ class PMA(nn.Module):
 
     @property
     def numerics(self) -> AttentionNumerics:
-        """Rounding choices, fixed at construction."""
-        return self._numerics
+        """Rounding choices: those given at construction, else the backend's own (Hopper's differ)."""
+        if self._numerics is not None:
+            return self._numerics
+        return HOPPER_NUMERICS if backends.prefers_hopper(self.backend, self.seed_embs.device) else DEFAULT_NUMERICS
+
+    @property
+    def _token(self) -> str:
+        """Of `numerics`."""
+        if self._numerics_token is not None:
+            return self._numerics_token
+        is_hopper = backends.prefers_hopper(self.backend, self.seed_embs.device)
+        return HOPPER_TOKEN if is_hopper else DEFAULT_TOKEN
 
     def config(self, out_dtype: torch.dtype) -> PMAConfig:
         """Static facts of this module for `pma.functional`."""
@@ -134,11 +146,12 @@ class PMA(nn.Module):
         return PMAConfig(
             num_heads=self.num_heads,
             norm_eps=self.norm_eps,
-            numerics=self._numerics_token,
+            numerics=self._token,
             dp_operands=record.dp_operands,
             columns_per_scale=record.columns_per_scale(self.embed_dim // self.num_heads),
             projection_columns_per_scale=self.embed_dim if record.uniform_scales else BLOCK,
             headroom_exponent=record.headroom_exponent,
+            dp_headroom_exponent=record.dp_headroom_exponent,
             k_smoothing=record.k_smoothing,
             out_dtype=out_dtype,
             backend=self.backend,
@@ -155,12 +168,12 @@ class PMA(nn.Module):
         dtypes = (weight.dtype, weight.dtype, torch.int64, weight.dtype)
         has_values = self.value_proj is not None
         shape = PoolShape(self.embed_dim, self.num_heads, self.num_seeds, has_values, *dtypes)
-        return backends.report(self.backend, weight.device, shape, self._numerics_token)
+        return backends.report(self.backend, weight.device, shape, self._token)
 
     def extra_repr(self) -> str:
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_seeds={self.num_seeds}, "
-            f"norm_eps={self.norm_eps}, precision={self.precision!r}, numerics={self._numerics_token}, "
+            f"norm_eps={self.norm_eps}, precision={self.precision!r}, numerics={self._token}, "
             f"backend={self.backend!r}"
         )
 

@@ -14,7 +14,7 @@ from pma.layouts import BLOCK, MXFP8Tensor
 
 
 def quantize_spec(
-    values: Tensor, offsets: Tensor, columns_per_scale: int, weight: Tensor | None = None
+    values: Tensor, offsets: Tensor, columns_per_scale: int, weight: Tensor | None = None, headroom_exponent: int = 0
 ) -> QuantizeSpec:
     """Of `quantize` and, with a weight, of `rmsnorm_quantize`."""
     return QuantizeSpec(
@@ -23,12 +23,14 @@ def quantize_spec(
         offsets_dtype=offsets.dtype,
         columns_per_scale=columns_per_scale,
         weight_dtype=None if weight is None else weight.dtype,
+        headroom_exponent=headroom_exponent,
     )
 
 
 def quantize_dout_spec(
-    dout: Tensor, out: Tensor, offsets: Tensor, num_heads: int, columns_per_scale: int, dp_operands: str
-) -> QuantizeSpec:
+    dout: Tensor, out: Tensor, offsets: Tensor, num_heads: int, columns_per_scale: int, dp_operands: str,
+    headroom_exponent: int,
+) -> QuantizeSpec:  # fmt: skip
     return QuantizeSpec(
         columns=dout.shape[2],
         dtype=dout.dtype,
@@ -37,6 +39,7 @@ def quantize_dout_spec(
         delta_columns=dout.shape[2] // num_heads,
         delta_from_input=dp_operands == "bf16",
         out_dtype=out.dtype,
+        headroom_exponent=headroom_exponent,
     )
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from pma.jagged import equal_offsets
-from pma.ops import backends, sm100
+from pma.layouts import BLOCK
+from pma.ops import backends
 from pma.ops import operators as ops
 
 
@@ -21,6 +22,7 @@ class PMAConfig(NamedTuple):
     columns_per_scale: int  # of Q, K, V and their gradients
     projection_columns_per_scale: int  # of x and the weights
     headroom_exponent: int  # of Q and K
+    dp_headroom_exponent: int  # of V and dO
     k_smoothing: bool
     out_dtype: torch.dtype
     backend: str
@@ -37,10 +39,10 @@ class PMAFunction(torch.autograd.Function):
         ctx.config, ctx.projection_dtype = config, query_proj.dtype
         dtypes = (events.dtype, key_proj.dtype, offsets.dtype, config.out_dtype)
         shape = (events.shape[1], config.num_heads, seeds.shape[0], value_proj is not None, *dtypes)
-        ctx.is_sm100 = backends.uses_sm100(config.backend, events.device, config.numerics, *shape)
-        if ctx.is_sm100:
+        ctx.family = backends.serving_module(config.backend, events.device, config.numerics, *shape)
+        if ctx.family:
             projections = (query_norm, query_proj, key_norm, key_proj, value_proj)
-            pooled = sm100.pool(
+            pooled = backends.MODULES[ctx.family].pool(
                 events,
                 offsets,
                 seeds,
@@ -55,29 +57,31 @@ class PMAFunction(torch.autograd.Function):
         c, wide, backend = config, config.projection_columns_per_scale, config.backend
         seed_offsets, weight_offsets = _one_segment(seeds), _one_segment(query_proj)
         wq, wk = (ops.quantize(w, weight_offsets, wide, backend) for w in (query_proj, key_proj))
-        xq, xq_scales, seeds_rstd = ops.rmsnorm_quantize(seeds, query_norm, seed_offsets, c.norm_eps, wide, backend)
-        x, x_scales, rstd = ops.rmsnorm_quantize(events, key_norm, offsets, c.norm_eps, wide, backend)
+        xq, xq_scales, seeds_rstd = ops.rmsnorm_quantize(seeds, query_norm, seed_offsets, c.norm_eps, wide, 0, backend)
+        headroom = c.dp_headroom_exponent if value_proj is None else 0
+        x, x_scales, rstd = ops.rmsnorm_quantize(events, key_norm, offsets, c.norm_eps, wide, headroom, backend)
         narrow = (c.columns_per_scale, c.headroom_exponent)
         q = ops.gemm_quantize(xq, xq_scales, *wq, seed_offsets, *narrow, False)
         k = ops.gemm_quantize(x, x_scales, *wk, offsets, *narrow, c.k_smoothing)
         wv, v = (None, None), (x, x_scales)
         if value_proj is not None:
             wv = ops.quantize(value_proj, weight_offsets, wide, backend)
-            v = ops.gemm_quantize(x, x_scales, *wv, offsets, c.columns_per_scale, 0, False)
+            v = ops.gemm_quantize(x, x_scales, *wv, offsets, c.columns_per_scale, c.dp_headroom_exponent, False)
         sizes = (seeds.shape[0], c.num_heads)
         out, lse, row_sum_log2 = ops.attention_forward(*q, *k, *v, offsets, *sizes, c.numerics, c.out_dtype)
         saved_v = v if value_proj is not None else (None, None)
+        wk_of_dx, wv_of_dx = _for_input_gradient(key_proj, wk, c), _for_input_gradient(value_proj, wv, c)
         ctx.save_for_backward(
             events, offsets, seeds, query_norm, key_norm, seeds_rstd, rstd, out, lse, row_sum_log2,
-            xq, xq_scales, x, x_scales, *q, *k, *saved_v, *wq, *wk, *wv,
+            xq, xq_scales, x, x_scales, *q, *k, *saved_v, *wq, *wk_of_dx, *wv_of_dx,
         )  # fmt: skip
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         c: PMAConfig = ctx.config
-        if ctx.is_sm100:
-            return _sm100_backward(ctx, dout)
+        if ctx.family:
+            return _backward_on_kernels(ctx, dout)
         (
             events, offsets, seeds, query_norm, key_norm, seeds_rstd, rstd, out, lse, row_sum_log2,
             xq, xq_scales, x, x_scales, q, q_scales, k, k_scales, v, v_scales, wq, wq_scales, wk, wk_scales,
@@ -86,17 +90,19 @@ class PMAFunction(torch.autograd.Function):
         has_value_projection = v is not None
         if not has_value_projection:
             v, v_scales = x, x_scales
-        do, do_scales, delta = ops.quantize_dout(dout, out, c.num_heads, c.columns_per_scale, c.dp_operands, c.backend)
+        of_dout = (c.num_heads, c.columns_per_scale, c.dp_operands, c.dp_headroom_exponent, c.backend)
+        do, do_scales, delta = ops.quantize_dout(dout, out, *of_dout)
         dq, dk, dk_scales, dv, dv_scales = ops.attention_backward(
             q, q_scales, k, k_scales, v, v_scales, offsets, do, do_scales, dout, delta, lse, row_sum_log2,
             seeds.shape[0], c.num_heads, c.numerics,
         )  # fmt: skip
         dx_dtype = torch.bfloat16 if events.dtype == torch.bfloat16 else torch.float32
-        dx = ops.gemm(dk, dk_scales, wk, wk_scales, offsets, dx_dtype)
+        of_dx = (offsets, dx_dtype, _is_uniform(c))
+        dx = ops.gemm(dk, dk_scales, wk, wk_scales, *of_dx)
         dwk = ops.weight_grad(dk, dk_scales, x, x_scales, offsets)
         dwv, added = None, (dv, dv_scales)
         if has_value_projection:
-            dx = dx + ops.gemm(dv, dv_scales, wv, wv_scales, offsets, dx_dtype)
+            dx = dx + ops.gemm(dv, dv_scales, wv, wv_scales, *of_dx)
             dwv = ops.weight_grad(dv, dv_scales, x, x_scales, offsets)
             added = (None, None)
         devents, dkey_norm = ops.rmsnorm_backward(dx, *added, events, key_norm, rstd, offsets, c.backend)
@@ -106,16 +112,30 @@ class PMAFunction(torch.autograd.Function):
         return _in_order(ctx, out, devents, (dseeds, dquery_norm, dwq), (dkey_norm, dwk, dwv))
 
 
-def _sm100_backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_on_kernels(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     events, offsets, seeds, query_norm, key_norm, *pooled = ctx.saved_tensors
-    c, p = ctx.config, sm100.Pooled(*pooled)
-    dq, devents, dkey_norm, dwk, *dwv = sm100.pool_backward(
+    c, module = ctx.config, backends.MODULES[ctx.family]
+    p = module.Pooled(*pooled)
+    dq, devents, dkey_norm, dwk, *dwv = module.pool_backward(
         dout, events, offsets, key_norm, pooled, c.num_heads, c.numerics
     )
     of_seeds = _seed_gradients(
         dq, (p.xq, p.xq_scales), (p.wq, p.wq_scales), (seeds, query_norm, p.seeds_rstd), c.backend
     )
     return _in_order(ctx, p.out, devents, of_seeds, (dkey_norm, dwk, dwv[0] if dwv else None))
+
+
+def _is_uniform(config: PMAConfig) -> bool:
+    """Whether weights have one scale along what is contracted, so that products need no block scales."""
+    return config.projection_columns_per_scale != BLOCK
+
+
+def _for_input_gradient(weight: Tensor | None, quantized: tuple, config: PMAConfig) -> tuple:
+    """(data, scales) of a weight as its input gradient takes it: transposed, and quantised so, with uniform scales."""
+    if weight is None or not _is_uniform(config):
+        return quantized
+    transposed = weight.t().contiguous()
+    return ops.quantize(transposed, _one_segment(transposed), config.projection_columns_per_scale, config.backend)
 
 
 def _seed_gradients(dq: Tensor, xq: tuple, wq: tuple, normed: tuple, backend: str) -> tuple[Tensor, Tensor, Tensor]:

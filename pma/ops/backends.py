@@ -3,8 +3,8 @@
     backend        serves                                                     raises
     "auto"         kernels where they exist, else the reference               never
     "reference"    the reference                                              never
-    "sm90"         nothing yet: it needs a kernel for every operator          at construction
-    "sm100"        the whole module on kernels, see `sm100.py`                at construction and when called
+    "sm90"         the whole module on kernels for Hopper, see `sm90.py`      at construction and when called
+    "sm100"        the same for Blackwell, see `sm100.py`                     at construction and when called
 
 An implementation changes no rounding point: kernels and reference round at the same places.
 """
@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from pma.checks import UnsupportedError, check_choice
-from pma.kernels.device_facts import SM100, SM103, device_facts
+from pma.kernels.device_facts import SM90, SM100, SM103, device_facts
 from pma.kernels.quantize.spec import QuantizeSpec
 from pma.kernels.rmsnorm_backward.spec import RMSNormBackwardSpec
 from pma.kernels.scatter_scales.spec import ScatterScalesSpec
-from pma.ops.sm100 import PoolShape, specs_of
+from pma.ops import sm90, sm100
+from pma.ops.pool import PoolShape
 
 BACKENDS = ("auto", "reference", "sm90", "sm100")
 OPERATORS = (
@@ -35,55 +36,61 @@ OPERATORS = (
     "rmsnorm_backward",
 )
 Spec = QuantizeSpec | ScatterScalesSpec | RMSNormBackwardSpec
+MODULES: dict[str, Any] = {"sm90": sm90, "sm100": sm100}
+NEEDS = {"sm90": "sm_90", "sm100": "sm_100 or sm_103"}
+FAMILIES = {SM90: "sm90", SM100: "sm100", SM103: "sm100"}
 
 
 def check_backend(backend: str) -> None:
     """Raise unless `backend` names one that this version can serve.
 
     Raises:
-        ValueError: not one of BACKENDS.    UnsupportedError: "sm90", which lacks kernels for some operators; "sm100"
-        without a Blackwell GPU.
+        ValueError: not one of BACKENDS.    UnsupportedError: "sm90" without a Hopper GPU, "sm100" without a Blackwell.
     """
     check_choice("backend", backend, BACKENDS)
-    if backend == "sm90":
-        raise UnsupportedError(
-            f"backend='sm90' lacks kernels for some operators in this version, got device capability {_capability()}; "
-            "use backend='auto' or 'reference'"
-        )
-    if backend == "sm100" and not (torch.cuda.is_available() and is_blackwell(torch.device("cuda"))):
-        raise UnsupportedError(f"backend='sm100' needs device capability sm_100 or sm_103, got {_capability()}")
+    if backend in MODULES and not (torch.cuda.is_available() and family_of(torch.device("cuda")) == backend):
+        raise UnsupportedError(f"backend={backend!r} needs device capability {NEEDS[backend]}, got {_capability()}")
 
 
-def is_blackwell(device: torch.device) -> bool:
-    """Whether the kernels for Blackwell run there."""
-    return device_facts(device) in (SM100, SM103)
+def family_of(device: torch.device) -> str:
+    """Which module's kernels run there: a key of MODULES, or ""."""
+    facts = device_facts(device)
+    return FAMILIES.get(facts, "") if facts else ""
 
 
 @torch.compiler.assume_constant_result
-def uses_sm100(backend: str, device: torch.device, numerics: str, *shape: Any) -> bool:
-    """Whether the whole module runs on kernels for Blackwell. numerics: a record's token; shape: fields of `PoolShape`,
-    one by one, since Dynamo takes no named tuple for a constant.
+def prefers_hopper(backend: str, device: torch.device) -> bool:
+    """Whether a module without a record of its own takes Hopper's."""
+    return backend == "sm90" or (backend == "auto" and family_of(device) == "sm90")
+
+
+@torch.compiler.assume_constant_result
+def serving_module(backend: str, device: torch.device, numerics: str, *shape: Any) -> str:
+    """Which family of kernels runs the whole module: a key of MODULES, or "" for none. numerics: a record's token;
+    shape: fields of `PoolShape`, one by one, since Dynamo takes no named tuple for a constant.
 
     Raises:
-        UnsupportedError: backend="sm100" cannot serve this device or these sizes; the message says why.
+        UnsupportedError: backend="sm90" or "sm100" cannot serve this device or these sizes; the message says why.
     """
-    if backend not in ("auto", "sm100"):
-        return False
-    if backend == "auto" and not is_blackwell(device):
-        return False
-    reason = why_not_sm100(device, PoolShape(*shape), numerics)
-    if reason and backend == "sm100":
-        raise UnsupportedError(f"backend='sm100' cannot serve this call: {reason}; use backend='auto'")
-    return reason is None
+    family = backend if backend in MODULES else family_of(device)
+    if backend == "reference" or not family:
+        return ""
+    reason = why_no_module(family, device, PoolShape(*shape), numerics)
+    if reason and backend == family:
+        raise UnsupportedError(f"backend={backend!r} cannot serve this call: {reason}; use backend='auto'")
+    return "" if reason else family
 
 
-def why_not_sm100(device: torch.device, shape: PoolShape, numerics: str) -> str | None:
-    """Why the kernels for Blackwell do not serve a module, None if they do."""
-    if not is_blackwell(device):
-        return f"it needs device capability sm_100 or sm_103, got {_capability(device)}"
+def why_no_module(family: str, device: torch.device, shape: PoolShape, numerics: str) -> str | None:
+    """Why the kernels of a family do not serve a module, None if they do."""
+    if family_of(device) != family:
+        return f"it needs device capability {NEEDS[family]}, got {_capability(device)}"
     if reason := _why_no_kernels(device):
         return reason
-    reasons = ((name, spec.why_unsupported()) for name, spec in specs_of(shape, numerics)._asdict().items())
+    specs = MODULES[family].specs_of(shape, numerics)._asdict()
+    if not shape.has_value_proj:
+        specs.pop("v")
+    reasons = ((name, spec.why_unsupported()) for name, spec in specs.items())
     return next((f"{name}: {reason}" for name, reason in reasons if reason), None)
 
 
@@ -101,7 +108,9 @@ def why_reference(backend: str, device: torch.device, spec: Spec) -> str | None:
 
 def report(backend: str, device: torch.device, shape: PoolShape, numerics: str) -> dict[str, str]:
     """Operator → implementation and why, for `PMA.backend_report()`."""
-    if backend != "reference" and (why_not := why_not_sm100(device, shape, numerics)) is None:
+    family = family_of(device)
+    why_not = why_no_module(family, device, shape, numerics) if family else "no kernel in this version"
+    if backend != "reference" and why_not is None:
         return dict.fromkeys(OPERATORS, _kernel(device))
     embed_dim, dtype, offsets = shape.embed_dim, shape.events, shape.offsets
     head_dim = embed_dim // shape.num_heads
@@ -112,11 +121,7 @@ def report(backend: str, device: torch.device, shape: PoolShape, numerics: str) 
         "rmsnorm_backward": RMSNormBackwardSpec(embed_dim, dtype, dtype, dtype, offsets, adds_dv=True),
     }
     reasons = {name: why_reference(backend, device, spec) for name, spec in specs.items()}
-    others = "no kernel in this version"
-    if backend == "reference":
-        others = "requested"
-    elif is_blackwell(device):
-        others = str(why_not)
+    others = "requested" if backend == "reference" else str(why_not)
     return {
         name: f"reference ({reason})" if (reason := reasons.get(name, others)) else _kernel(device)
         for name in OPERATORS

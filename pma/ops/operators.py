@@ -22,20 +22,21 @@ from pma.reference.attention import AttentionShape, BackwardInputs
 
 @custom_op("pma::rmsnorm_quantize", mutates_args=())
 def rmsnorm_quantize(
-    values: Tensor, weight: Tensor, offsets: Tensor, eps: float, columns_per_scale: int, backend: str = "auto"
-) -> tuple[Tensor, Tensor, Tensor]:
+    values: Tensor, weight: Tensor, offsets: Tensor, eps: float, columns_per_scale: int, headroom_exponent: int = 0,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """RMSNorm and quantise. values [T, E], weight [E] → data [T, E], scales [R, E/32], rstd [T] float32.
 
     Rows outside the offsets: data 0, rstd 0.
     """
-    spec = any_arch.quantize_spec(values, offsets, columns_per_scale, weight)
+    spec = any_arch.quantize_spec(values, offsets, columns_per_scale, weight, headroom_exponent)
     if backends.uses_kernel(backend, values.device, spec):
         return any_arch.rmsnorm_quantize(spec, values, weight, offsets, eps)
-    return reference.rmsnorm_quantize(values, weight, offsets, eps, columns_per_scale)
+    return reference.rmsnorm_quantize(values, weight, offsets, eps, columns_per_scale, headroom_exponent)
 
 
 @rmsnorm_quantize.register_fake
-def _(values, weight, offsets, eps, columns_per_scale, backend="auto"):
+def _(values, weight, offsets, eps, columns_per_scale, headroom_exponent=0, backend="auto"):
     return (*_mxfp8_like(values, offsets), _empty(values, values.shape[0]))
 
 
@@ -55,21 +56,23 @@ def _(values, offsets, columns_per_scale, backend="auto"):
 
 @custom_op("pma::quantize_dout", mutates_args=())
 def quantize_dout(
-    dout: Tensor, out: Tensor, num_heads: int, columns_per_scale: int, dp_operands: str, backend: str = "auto"
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, out: Tensor, num_heads: int, columns_per_scale: int, dp_operands: str, headroom_exponent: int = 0,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Quantise dO and take δ = rowsum(dO∘O) from the dO that dP will see.
 
     dout, out [B, S, E] → data [B·S, E], scales [B·S // 32 + B, E/32], delta [B·S, H] float32.
     """
     offsets = equal_offsets(dout.shape[0], dout.shape[1], dout.device)
-    spec = any_arch.quantize_dout_spec(dout, out, offsets, num_heads, columns_per_scale, dp_operands)
+    numbers = (num_heads, columns_per_scale, dp_operands, headroom_exponent)
+    spec = any_arch.quantize_dout_spec(dout, out, offsets, *numbers)
     if backends.uses_kernel(backend, dout.device, spec):
         return any_arch.quantize_dout(spec, dout, out, offsets)
-    return reference.quantize_dout(dout, out, num_heads, columns_per_scale, dp_operands)
+    return reference.quantize_dout(dout, out, *numbers)
 
 
 @quantize_dout.register_fake
-def _(dout, out, num_heads, columns_per_scale, dp_operands, backend="auto"):
+def _(dout, out, num_heads, columns_per_scale, dp_operands, headroom_exponent=0, backend="auto"):
     num_segments, num_seeds, embed_dim = dout.shape
     rows = num_segments * num_seeds
     slots = num_row_blocks(rows, num_segments, BLOCK)
@@ -124,16 +127,20 @@ def _(data, scales, weight_data, weight_scales, offsets, columns_per_scale, head
 
 @custom_op("pma::gemm", mutates_args=())
 def gemm(
-    data: Tensor, scales: Tensor, weight_data: Tensor, weight_scales: Tensor, offsets: Tensor, out_dtype: torch.dtype
-) -> Tensor:
-    """x W, the input gradient of a projection. x [T, N], W [N, C] (one segment) → [T, C] out_dtype."""
+    data: Tensor, scales: Tensor, weight_data: Tensor, weight_scales: Tensor, offsets: Tensor, out_dtype: torch.dtype,
+    is_transposed: bool = False,
+) -> Tensor:  # fmt: skip
+    """x W, the input gradient of a projection. x [T, N], W [N, C] (one segment) → [T, C] out_dtype.
+
+    is_transposed: the weight is Wᵀ [C, N], quantised as such.
+    """
     x, weight = MXFP8Tensor(data, scales), MXFP8Tensor(weight_data, weight_scales)
-    return reference.gemm(x, weight, offsets, out_dtype)
+    return reference.gemm(x, weight, offsets, out_dtype, is_transposed)
 
 
 @gemm.register_fake
-def _(data, scales, weight_data, weight_scales, offsets, out_dtype):
-    return _empty(data, data.shape[0], weight_data.shape[1], dtype=out_dtype)
+def _(data, scales, weight_data, weight_scales, offsets, out_dtype, is_transposed=False):
+    return _empty(data, data.shape[0], weight_data.shape[0 if is_transposed else 1], dtype=out_dtype)
 
 
 @custom_op("pma::weight_grad", mutates_args=())

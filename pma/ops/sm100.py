@@ -23,8 +23,7 @@ from pma.kernels.weight_grad.spec import WeightGradSpec
 from pma.layouts import BLOCK, MXFP8Tensor, tile_shape
 from pma.layouts.scale_tiles import Direction
 from pma.numerics import AttentionNumerics
-
-SEED_OFFSETS = torch.int64  # of `equal_offsets`
+from pma.ops.pool import SEED_OFFSETS, PoolShape, backward_flops, dx_dtype, forward_flops, one_segment
 
 
 class PoolSpecs(NamedTuple):
@@ -42,19 +41,6 @@ class PoolSpecs(NamedTuple):
     gemm: GemmSpec
     weight_grad: WeightGradSpec
     rmsnorm_backward: RMSNormBackwardSpec
-
-
-class PoolShape(NamedTuple):
-    """Static facts of a module and of the tensors it is called with."""
-
-    embed_dim: int
-    num_heads: int
-    num_seeds: int
-    has_value_proj: bool
-    events: torch.dtype
-    parameters: torch.dtype
-    offsets: torch.dtype
-    out: torch.dtype
 
 
 class Pooled(NamedTuple):
@@ -102,7 +88,7 @@ def specs_of(shape: PoolShape, token: str) -> PoolSpecs:
     """What a module asks of each kernel; token: of its `AttentionNumerics`."""
     numerics = AttentionNumerics.from_token(token)
     embed_dim, offsets = shape.embed_dim, shape.offsets
-    head_dim, dx_dtype = embed_dim // shape.num_heads, _dx_dtype(shape.events)
+    head_dim, of_dx = embed_dim // shape.num_heads, dx_dtype(shape.events)
     attention = (head_dim, shape.num_heads, shape.num_seeds, True, numerics)
     norm = partial(QuantizeSpec, embed_dim, writes_tiles=True, weight_dtype=shape.parameters)
     projection = partial(GemmQuantizeSpec, embed_dim, embed_dim, writes_scales=False)
@@ -119,16 +105,12 @@ def specs_of(shape: PoolShape, token: str) -> PoolSpecs:
             embed_dim, shape.out, SEED_OFFSETS, writes_tiles=True, delta_columns=head_dim, out_dtype=shape.out
         ),
         attention_backward=AttentionBackwardSpec(*attention, offsets),
-        gemm=GemmSpec(embed_dim, embed_dim, offsets, dx_dtype),
+        gemm=GemmSpec(embed_dim, embed_dim, offsets, of_dx),
         weight_grad=WeightGradSpec(embed_dim, embed_dim, offsets),
         rmsnorm_backward=RMSNormBackwardSpec(
-            embed_dim, shape.events, dx_dtype, shape.parameters, offsets, adds_dv=not shape.has_value_proj
+            embed_dim, shape.events, of_dx, shape.parameters, offsets, adds_dv=not shape.has_value_proj
         ),
     )
-
-
-def _dx_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 @custom_op("pma::pool_sm100", mutates_args=())
@@ -144,10 +126,10 @@ def pool(
 
     shape = (num_heads, seeds.shape[0], value_proj is not None, events.dtype, key_proj.dtype, offsets.dtype, out_dtype)
     s = specs_of(PoolShape(events.shape[1], *shape), numerics)
-    of_seeds = _one_segment(seeds)
+    of_seeds = one_segment(seeds)
     xq = quantize.launch(s.norm_seeds, seeds, of_seeds, weight=query_norm, eps=norm_eps)
     x = quantize.launch(s.norm_events, events, offsets, weight=key_norm, eps=norm_eps)
-    wq, wk = (quantize.launch(s.weights, w, _one_segment(w)) for w in (query_proj, key_proj))
+    wq, wk = (quantize.launch(s.weights, w, one_segment(w)) for w in (query_proj, key_proj))
     events_, weight_of_keys = _tiled(x.data, x), _tiled(wk.data, wk)
 
     def project(spec: GemmQuantizeSpec, rows: Tiled, weight: Tiled, offsets: Tensor) -> Tiled:
@@ -159,7 +141,7 @@ def pool(
     k = project(s.k, events_, weight_of_keys, offsets)
     v, of_values = events_, cast(tuple[Tensor, ...], ())
     if value_proj is not None:
-        wv = quantize.launch(s.weights, value_proj, _one_segment(value_proj))
+        wv = quantize.launch(s.weights, value_proj, one_segment(value_proj))
         weight_of_values = _tiled(wv.data, wv)
         v = project(s.v, events_, weight_of_values, offsets)
         of_values = (*v[:2], weight_of_values.data, weight_of_values.column_tiles)
@@ -264,23 +246,10 @@ def _(dout, events, offsets, key_norm, pooled, num_heads, numerics):
     return gradients + [empty(columns, columns) for _ in range(1 + has_value_proj)]
 
 
-@register_flop_formula(torch.ops.pma.pool_sm100)
-def _forward_flops(events: Any, offsets: Any, seeds: Any, *others: Any, **_: Any) -> int:
-    value_proj = others[4]
-    num_projected = (1 if value_proj is None else 2) * events[0] + seeds[0]
-    return 4 * seeds[0] * events[0] * events[1] + 2 * num_projected * events[1] ** 2
-
-
-@register_flop_formula(torch.ops.pma.pool_backward_sm100)
-def _backward_flops(dout: Any, events: Any, offsets: Any, key_norm: Any, pooled: Any, *_: Any, **__: Any) -> int:
-    num_projections = 2 if len(pooled) == len(Pooled._fields) else 1
-    return 10 * dout[1] * events[0] * events[1] + 4 * num_projections * events[0] * events[1] ** 2
-
-
 def _tiled(data: Tensor, result: Any) -> Tiled:
     """Of what a kernel wrote that was asked for tiles."""
     return Tiled(data, result.row_tiles, result.column_tiles)
 
 
-def _one_segment(rows: Tensor) -> Tensor:
-    return equal_offsets(1, rows.shape[0], rows.device)
+register_flop_formula(torch.ops.pma.pool_sm100)(forward_flops)
+register_flop_formula(torch.ops.pma.pool_backward_sm100)(partial(backward_flops, len(Pooled._fields)))

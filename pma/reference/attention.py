@@ -46,7 +46,7 @@ class ForwardResult(NamedTuple):
 
     out: Tensor  # [B, S, E] float32 (float64 for float64 operands)
     lse: Tensor  # [B, H, S], natural log
-    row_sum_log2: Tensor  # [B, H, S] int32, ⌊log2 l⌋ with l relative to the final running maximum; folded: to the largest
+    row_sum_log2: Tensor  # [B, H, S] int32, ⌊log2 l⌋, l relative to the final running maximum; folded: to the largest
 
 
 class BackwardInputs(NamedTuple):

@@ -85,12 +85,12 @@ def fold(
     o, t = by_head(_scale_log2(dout, seed_offsets, num_heads)), row_sum_log2.long()
     x = (P_ROOM + t - o).amin(-1)
     norm, size = by_head(norms(dout_values.unflatten(1, (num_heads, -1)))), by_head(delta.double().abs().nan_to_num(0))
-    maxima = [torch.ldexp(*pair).amax(-1) for pair in ((norm, -t), (size, -t), (size, -o))]
+    largest, of_delta, of_payload = (torch.ldexp(*pair).amax(-1) for pair in ((norm, -t), (size, -t), (size, -o)))
     of_q = by_head(_scale_log2(q, own_offsets, num_heads)).amax(-1)  # [1 or B, H]
     of_q = of_q[:, None, :, None].expand(-1, num_seeds, -1, -1).flatten(0, 1)
     folded_q = _fold(q_values.unflatten(1, (num_heads, -1)), of_q).flatten(1).to(q_values.dtype)
-    of_events = (torch.nn.functional.pad(_scale_log2(m, offsets, num_heads), (0, 0, 0, 1), value=NONE) for m in (k, v))
-    return Folding(x[..., None] + o, x, *maxima, *of_events, folded_q)
+    of_k, of_v = (torch.nn.functional.pad(_scale_log2(m, offsets, num_heads), (0, 0, 0, 1), value=NONE) for m in (k, v))
+    return Folding(x[..., None] + o, x, largest, of_delta, of_payload, of_k, of_v, folded_q)
 
 
 def _round_at(values: Tensor, exponent: Tensor) -> Tensor:

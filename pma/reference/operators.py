@@ -17,10 +17,12 @@ from pma.reference.rounding import MXFP8Rounding, PlainRounding
 
 
 def rmsnorm_quantize(
-    values: Tensor, weight: Tensor, offsets: Tensor, eps: float, columns_per_scale: int
+    values: Tensor, weight: Tensor, offsets: Tensor, eps: float, columns_per_scale: int, headroom_exponent: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     normalised, rstd = norm.rmsnorm(values, weight, eps)
-    data, scales = layouts.quantize(normalised, offsets, columns_per_scale=columns_per_scale)
+    data, scales = layouts.quantize(
+        normalised, offsets, columns_per_scale=columns_per_scale, headroom_exponent=headroom_exponent
+    )
     return data, scales, torch.where(segment_of_rows(offsets, values.shape[0]) >= 0, rstd, 0.0)
 
 
@@ -30,12 +32,14 @@ def quantize(values: Tensor, offsets: Tensor, columns_per_scale: int) -> tuple[T
 
 
 def quantize_dout(
-    dout: Tensor, out: Tensor, num_heads: int, columns_per_scale: int, dp_operands: str
+    dout: Tensor, out: Tensor, num_heads: int, columns_per_scale: int, dp_operands: str, headroom_exponent: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_segments, num_seeds, embed_dim = dout.shape
     rows = dout.reshape(-1, embed_dim)
     offsets = equal_offsets(num_segments, num_seeds, dout.device)
-    data, scales = layouts.quantize(rows, offsets, columns_per_scale=columns_per_scale)
+    data, scales = layouts.quantize(
+        rows, offsets, columns_per_scale=columns_per_scale, headroom_exponent=headroom_exponent
+    )
     seen = rows.bfloat16() if dp_operands == "bf16" else layouts.dequantize(data, scales, offsets)
     products = seen.double() * out.reshape(-1, embed_dim).double()
     delta = products.view(-1, num_heads, embed_dim // num_heads).sum(-1).float()
@@ -63,8 +67,11 @@ def gemm_quantize(
     return data, scales
 
 
-def gemm(x: MXFP8Tensor, weight: MXFP8Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
-    return projection.linear(layouts.dequantize(*x, offsets), _dense(weight).t()).to(out_dtype)
+def gemm(
+    x: MXFP8Tensor, weight: MXFP8Tensor, offsets: Tensor, out_dtype: torch.dtype, is_transposed: bool = False
+) -> Tensor:
+    dense = _dense(weight)
+    return projection.linear(layouts.dequantize(*x, offsets), dense if is_transposed else dense.t()).to(out_dtype)
 
 
 def weight_grad(dout: MXFP8Tensor, x: MXFP8Tensor, offsets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Hopper's attention backward in the simulator: right beside float64, without a trace of neighbours and pads, silent."""
+"""Hopper's attention backward in the simulator: right beside float64, no trace of neighbours and pads, silent."""
 
 import importlib
 from collections.abc import Callable
@@ -14,7 +14,8 @@ pytestmark = [pytest.mark.ptxsim]
 @pytest.fixture
 def on(simulated, gpu_stand_in) -> Callable:
     """`with on(num_sms, seed):` the launchers run in the simulator."""
-    modules = [importlib.import_module(f"pma.kernels.attention_backward.{name}") for name in ("sm90", "seed_statistics")]
+    names = ("sm90", "seed_statistics")
+    modules = [importlib.import_module(f"pma.kernels.attention_backward.{name}") for name in names]
 
     def start(num_sms: int, seed: int = 0):
         gpu_stand_in(SM90, num_sms, *modules)

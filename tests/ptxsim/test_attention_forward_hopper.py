@@ -20,9 +20,10 @@ from hopper_attention import (
 )
 from jagged_attention import HEAD, LENGTHS, SHORT, TAIL, part, spoil
 
-from pma.kernels.attention_forward.hopper_spec import HOPPER_NUMERICS, choose_config
+from pma.kernels.attention_forward.hopper_spec import choose_config
 from pma.kernels.device_facts import SM90
 from pma.layouts import dequantize, quantize
+from pma.numerics import HOPPER_NUMERICS
 from pma.testing import ULPS_FP16, ULPS_FP32, relative_error
 
 pytestmark = [pytest.mark.ptxsim]

@@ -41,7 +41,7 @@ class HopperGradients:
     @cute.jit
     def store_gradients(self, o: HopperBackwardOperands, shared: Shared, sums, known):
         """sums: (dV, dK); known: (facts of the tile, turn, log2 of Q's largest scale)."""
-        (facts, turn, q_log2), (dv, dk) = known, sums
+        facts, turn, q_log2 = known
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_WARP
         count = facts.rows.num_rows - warp * WARP_ROWS - cute.arch.lane_idx() // 4  # rows from the lane's first on
         ds_log2 = Int32(shared.facts[12, turn % 2])

@@ -17,7 +17,7 @@ class Gradient(NamedTuple):
 
 
 class HopperBackwardOperands(NamedTuple):
-    """Tensors in global memory: B segments, S seeds, T events, E = H·D columns, I = ⌈S/64⌉ steps; scales are compact."""
+    """Tensors in global memory: B segments, S seeds, T events, E = H·D columns, I = ⌈S/64⌉ steps. Compact scales."""
 
     q: cute.Tensor  # [S, E] bytes shared by all segments, or [B·S, E]
     q_scales: cute.Tensor  # [S // 32 + 1, E / 32] bytes, or [B·S // 32 + B, E / 32]

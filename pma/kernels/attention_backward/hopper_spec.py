@@ -1,7 +1,7 @@
 """What the attention backward is asked for on Hopper, and how it is laid out there. No kernel language here.
 
 A CTA works on one head and goes through tiles of 128 events, 64 for each of two warpgroups; for each tile it takes the
-seeds 64 at a time ("steps"). Registers of a thread that computes, at D = 128: dV 64 · dK 64 · S 16 · dP 16 · P 8 · dS 8.
+seeds 64 at a time ("steps"). Registers of a thread that computes, D = 128: dV 64 · dK 64 · S 16 · dP 16 · P 8 · dS 8.
 """
 
 import functools

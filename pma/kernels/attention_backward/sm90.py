@@ -88,10 +88,10 @@ from pma.kernels.blocks.warpgroup_product import (
     multiply,
     operand_registers,
 )
-from pma.kernels.compile import CUTE_DTYPES, aligned, cached, compile_for, fake_tensor
+from pma.kernels.compile import aligned, cached, compile_for, fake_tensor
 from pma.kernels.device_facts import device_facts, num_multiprocessors
 from pma.layouts import BLOCK
-from pma.layouts.mxfp8 import SCALE_NAN, SCALE_ONE
+from pma.layouts.mxfp8 import SCALE_ONE
 from pma.layouts.transposed import GROUP
 from pma.numerics import DELTA_ROOM, E4M3_MAX
 
@@ -127,7 +127,8 @@ class HopperBackward(HopperGradients):
             operation, tile = cpasync.CopyBulkTensorTileG2SOp(), (rows, self.head_dim)
             return cpasync.make_tiled_tma_atom(operation, source, self.row_layout(rows), tile)
 
-        loads = Loads(*load(o.q, STEP, True), *load(o.k, TILE, False), *load(o.v, TILE, False), *load(o.dout, STEP, True))
+        q, k, v, dout = load(o.q, STEP, True), load(o.k, TILE, False), load(o.v, TILE, False), load(o.dout, STEP, True)
+        loads = Loads(*q, *k, *v, *dout)
         self.kernel(o, loads).launch(
             grid=[num_ctas, 1, 1], block=[self.config.threads, 1, 1], min_blocks_per_mp=1, stream=stream
         )

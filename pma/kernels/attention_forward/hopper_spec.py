@@ -10,7 +10,7 @@ from typing import Literal
 
 from pma.kernels.attention_forward.spec import TILE, AttentionForwardSpec
 from pma.kernels.device_facts import DeviceFacts
-from pma.numerics import E4M3_MAX, AttentionNumerics
+from pma.numerics import E4M3_MAX
 
 WARPGROUPS = 2  # that compute
 GROUP_SEEDS = TILE // WARPGROUPS
@@ -18,11 +18,6 @@ WEIGHT_ROWS = 8  # of a tile of V, for the row sum; a product takes rows in eigh
 RECORD_WORDS = 16  # of a tile's scales in shared memory
 BOOKKEEPING_BYTES = 2048  # barriers, scales, alignment
 FP16_MAX = 65504.0
-# The rounding choices that suit Hopper: scores and dP fit fp16, P keeps 2.8 octaves of headroom for maxima that move late.
-HOPPER_NUMERICS = AttentionNumerics(
-    p_scale_log2=6, rescale_threshold_log2=2.8, denominator="quantized", uniform_scales=True, headroom_exponent=5,
-    dp_headroom_exponent=5, folds_v_scales=True,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
