@@ -60,6 +60,13 @@ def e4m3_of_pairs(a: Uint32, b: Uint32) -> Uint32:
     return _on_pairs(text, a, b)
 
 
+def pair_of_e4m3(word: Uint32, which: int) -> Uint32:
+    """The two E4M3 numbers in the low half of a word (0) or the high half (1), exact."""
+    name = ("low", "high")[which]
+    text = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; cvt.rn.f16x2.e4m3x2 $0, {name}; }}"
+    return _on_pairs(text, word)
+
+
 def pair_of(value: Float32) -> Uint32:
     """The number twice, rounded."""
     return _assembly("cvt.rn.f16x2.f32 $0, $1, $1;", Uint32, Float32(value))
