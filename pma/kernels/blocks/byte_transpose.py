@@ -41,5 +41,5 @@ def permuted(low: Uint32, high: Uint32, selector: cutlass.Constexpr[int]) -> Uin
 @cute.jit
 def scaled_bytes(word: Uint32, factor: Uint32) -> Uint32:
     """Four E4M3 bytes times a pair of fp16, cast again."""
-    low, high = half.pairs_of_e4m3(word)
+    low, high = half.pair_of_e4m3(word, 0), half.pair_of_e4m3(word, 1)
     return half.e4m3_of_pairs(half.mul_pairs(low, factor), half.mul_pairs(high, factor))

@@ -4,6 +4,7 @@ A pair is a Uint32, its first number in the low half. Instructions have no side 
 them; those of `cute.arch` keep their place.
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Uint32
 from cutlass._mlir.dialects import llvm
@@ -60,10 +61,11 @@ def e4m3_of_pairs(a: Uint32, b: Uint32) -> Uint32:
     return _on_pairs(text, a, b)
 
 
-def pairs_of_e4m3(word: Uint32) -> tuple[Uint32, Uint32]:
-    """Four E4M3 bytes as numbers."""
-    text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.rn.f16x2.e4m3x2 $0, %s; }"
-    return _on_pairs(text % "low", word), _on_pairs(text % "high", word)
+def pair_of_e4m3(word: Uint32, which: int) -> Uint32:
+    """The two E4M3 numbers in the low half of a word (0) or the high half (1), exact."""
+    name = ("low", "high")[which]
+    text = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; cvt.rn.f16x2.e4m3x2 $0, {name}; }}"
+    return _on_pairs(text, word)
 
 
 def pair_of(value: Float32) -> Uint32:
@@ -108,7 +110,7 @@ def rounded_to_half(value: Float32) -> Float32:
 @cute.jit
 def square_sum_of_e4m3(word: Uint32, total: Float32) -> Float32:
     """The total and the squares of four E4M3 bytes, in fp32."""
-    for pair in pairs_of_e4m3(word):
-        low, high = floats_of_pair(pair)
+    for which in cutlass.range_constexpr(2):
+        low, high = floats_of_pair(pair_of_e4m3(word, which))
         total = total + low * low + high * high
     return total

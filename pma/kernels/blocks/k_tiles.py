@@ -34,6 +34,8 @@ class KTile(NamedTuple):
     num_rows: Int32  # 1 … 128
     slot: Int32  # of its scale tile
     segment_end: Int32  # row behind the segment's last
+    segment_begin: Int32
+    segment: Int32
 
 
 @cute.jit
@@ -53,7 +55,7 @@ def k_tile_at(offsets: cute.Tensor, window: Window, row: Int32):
         lane = cute.arch.popc(cute.arch.vote_ballot_sync(end <= row))
     segment_begin, segment_end = (cute.arch.shuffle_sync(bound, lane) for bound in (begin, end))
     slot = segment_begin // TILE_ROWS + first + lane + (row - segment_begin) // TILE_ROWS
-    tile = KTile(cutlass.min(segment_end - row, TILE_ROWS), slot, segment_end)
+    tile = KTile(cutlass.min(segment_end - row, TILE_ROWS), slot, segment_end, segment_begin, first + lane)
     return tile, Window(first, begin, end)
 
 
