@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable
 
 import pytest
-from hopper_backward import CASES, check, gradients
+from hopper_backward import CASES, call, check, gradients, make
 
 from pma.kernels.device_facts import SM90
 
@@ -30,3 +30,15 @@ def test_right_and_silent(on, name):
     with on(p.spec.num_heads):
         actual = gradients(p)
     check(p, actual)
+
+
+def test_events_without_weight_get_zero(on):
+    """All of a block's dS may underflow: its scale is the least, whose inverse times any factor could overflow."""
+    p = make((128,), 128, 1, 64)
+    dout = p.dout._replace(scales=p.dout.scales + 30)
+    p = p._replace(lse=p.lse + 200.0, dout=dout, delta=p.delta * 2.0**30)  # weights of 2^-288, a factor above 1
+    with on(1):
+        dq, dk, dv = call(p)()
+    for gradient in (dk, dv):
+        assert (gradient.data & 0x7F == 0).all() and (gradient.scales == 0).all()
+    assert (dq == 0).all()

@@ -55,7 +55,7 @@ class HopperGradients:
             amax = max_magnitude(maxima[which, warp], maxima[which, warp ^ 1])
             byte = scale_byte(amax.bitcast(Uint32))
             out = (o.dv, o.dk)[which]
-            self.store_rows(out, sums[which], (facts.rows, count, warp), (factors[which] * inverse_scale(byte), byte))
+            self.store_rows(out, sums[which], (facts.rows, count, warp), (factors[which], byte))
             if warp % 2 == 0:
                 self.store_scales(out, facts.rows, Uint32(byte) * Uint32(0x01010101), warp // 2)
 
@@ -74,8 +74,12 @@ class HopperGradients:
 
     @cute.jit
     def store_rows(self, out: Gradient, sums: cute.Tensor, place, scale):
-        """Cast and store. place: (tile, rows from the lane's first on, warp); scale: (factor, scale byte)."""
+        """Cast and store. place: (tile, rows from the lane's first on, warp); scale: (factor, scale byte).
+
+        The factor times the inverse scale could overflow where all values are 0.
+        """
         (rows, count, warp), (factor, byte), lane = place, scale, cute.arch.lane_idx()
+        inverse = inverse_scale(byte)
         values = cute.make_tensor(sums.iterator, cute.make_layout((2, LANE_ROWS, self.head_dim // COLUMN_GROUP)))
         four, payload = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, Float8E4M3FN)
         words = cute.make_rmem_tensor(4, Uint32)
@@ -85,7 +89,7 @@ class HopperGradients:
             for piece in cutlass.range_constexpr(self.head_dim // 64):
                 for word in cutlass.range_constexpr(4):
                     for i in cutlass.range_constexpr(4):
-                        four[i] = values[i % 2, r, 8 * piece + 2 * word + i // 2] * factor
+                        four[i] = values[i % 2, r, 8 * piece + 2 * word + i // 2] * factor * inverse
                     payload.store(four.load().to(Float8E4M3FN))  # saturates
                     words[word] = Uint32(0) if byte == SCALE_NAN else Uint32(cute.recast_tensor(payload, Uint32)[0])
                 transpose_quad(words)
