@@ -51,6 +51,7 @@ OTHERS: dict[str, tuple[HopperProjectionSpec, tuple[int, ...], int]] = {
         HopperGemmQuantizeSpec(256, 256, I64, writes_transposed=True), MANY, 1,
     ),
     "quantize, streamed weight": (HopperGemmQuantizeSpec(2048, 128, I64), (130, 33), 1),
+    "quantize 1024, more depth than stages": (HopperGemmQuantizeSpec(1024, 128, I64), SHORT, 1),
     "gemm 128": (HopperGemmSpec(128, 128, I64), LENGTHS, 1),
     "gemm 384": (HopperGemmSpec(384, 384, I64), SHORT, 1),
     "gemm 512 to 384, fp32": (HopperGemmSpec(512, 384, I64, out_dtype=FP32), SHORT, 2),

@@ -16,7 +16,8 @@ when results are stored. Rows of the weight lie in the order in which a lane's s
 
 Warps: 0 loads · 1 scales of X · 2 finds the row tiles from offsets, 32 at a time, and announces them · 3 makes
 registers free · 4–7 and 8–11 compute, 64 rows each, and store (`hopper_epilogues.py`). Two accumulators: the next
-chunk's products run while one is added. Rings: tiles of X (loads → compute), scales of X (scales → compute).
+chunk's products run while one is added. The two warpgroups take turns to issue the products of a column tile, so that
+one stores while the tensor core works for the other, where a row tile of X fits the stages.
 
 Shared memory: `stages` tiles of X and those of the weight, 16 KiB each, the latter resident or, where the contraction
 is too long, in the same stages as X; scales of both as fp32.
@@ -68,6 +69,7 @@ from pma.layouts.transposed import GROUP
 LOAD_WARP, SCALE_WARP, SEARCH_WARP = 0, 1, 2
 COMPUTE_WARPS = 4 * WARPGROUPS
 REGISTERS = {"compute": 232, "others": 40}
+TURN_BARRIER = 5  # named barriers 5 and 6 of the two warpgroups
 MOST = 2.0**127  # a factor: so that 0 stays 0
 
 
@@ -77,6 +79,7 @@ class HopperProjection:
     def __init__(self, spec: HopperProjectionSpec, config: HopperProjectionConfig):
         self.spec, self.config = spec, config
         self.depth = spec.depth_tiles
+        self.takes_turns = config.stages >= self.depth  # else a turn waits for a stage that the other has to free
         self.epilogue = QuantizeEpilogue(spec) if isinstance(spec, HopperGemmQuantizeSpec) else StoreEpilogue(spec)
 
     @cute.jit
@@ -272,6 +275,10 @@ class HopperProjection:
         sums = cute.make_rmem_tensor((2, LANE_ROWS, TILE // COLUMN_GROUP), Float32)
         if const_expr(config.is_resident):
             cute.arch.mbarrier_wait(shared.weight_full, 0)
+        group = place_of_thread().warp // 4
+        if const_expr(self.takes_turns):
+            if group == 1:
+                pass_turn(group)
         stage, parity, record, record_parity = Int32(0), Int32(0), Int32(0), Int32(0)
         turn, exchanges, is_busy = Int32(0), Int32(0), True
         while is_busy:
@@ -293,6 +300,9 @@ class HopperProjection:
                 end = cutlass.min((first_tile + config.weight_tiles) * TILE, self.spec.out_columns)
                 self.epilogue.end_tile(o, facts, (first_tile * TILE, end))
             turn += 1
+        if const_expr(self.takes_turns):
+            if group == 0:
+                await_turn(group)  # what the other passed last
         self.epilogue.clear_outside(o)
 
     @cute.jit
@@ -306,6 +316,8 @@ class HopperProjection:
         spec, config, group = self.spec, self.config, place_of_thread().warp // 4
         a_tile = TILE // spec.chunk  # chunks of a tile of X
         blocks, stages, products = spec.chunk // BLOCK, [], []
+        if const_expr(self.takes_turns):
+            await_turn(group)
         for chunk in cutlass.range_constexpr(spec.chunks + 1):
             if const_expr(chunk < spec.chunks):
                 depth, inside = chunk // a_tile, chunk % a_tile
@@ -320,6 +332,8 @@ class HopperProjection:
                     product, products[chunk], x[None, None, None, now * WARPGROUPS + group],
                     weight[None, None, None, buffer], False, (inside * blocks, (inside + 1) * blocks),
                 )  # fmt: skip
+            if const_expr(self.takes_turns and chunk == spec.chunks - 1):
+                pass_turn(group)
             if const_expr(chunk > 0):
                 warpgroup.wait_group(1 if chunk < spec.chunks else 0)
                 self.add_chunk(shared, sums, products[chunk - 1], (chunk - 1, index, record))
@@ -349,6 +363,17 @@ class HopperProjection:
                         sums[e, r, j] = values[e, r, j] * factor
                     else:
                         sums[e, r, j] += values[e, r, j] * factor
+
+
+@cute.jit
+def await_turn(group: Int32):
+    """Wait until the other warpgroup has issued its products of a column tile."""
+    cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=128 * WARPGROUPS)
+
+
+@cute.jit
+def pass_turn(group: Int32):
+    cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - group, number_of_threads=128 * WARPGROUPS)
 
 
 def build(arch: str, spec: HopperProjectionSpec, config: HopperProjectionConfig, options: str = ""):

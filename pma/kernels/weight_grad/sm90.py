@@ -320,30 +320,34 @@ class HopperWeightGrad:
 
     @cute.jit
     def convert_block(self, shared: Shared, stage: Int32, block: cutlass.Constexpr[int], place: Int32):
-        """One warp's part: half a warp takes the 128 columns of a token, eight to a lane."""
+        """One warp's part, eight tokens of a slab after the other: half a warp takes a token, eight columns to a lane.
+
+        Rows of FP8 and of fp16 are swizzled alike: of tokens 2k and 2k + 1 an address differs from that of 0 and 1 in
+        the bits of 2k, those that count rows and those that permute pieces.
+        """
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 1, cute.arch.lane_idx()
-        pairs = BLOCK // 2  # of tokens
-        steps = const_expr((self.config.slabs - 1) * pairs)
-        of_warp = const_expr(-(-steps // CONVERTERS))
-        eight, columns = lane % 16, lane // 16
-        payload, target = shared.payload.iterator.toint(), shared.half_bytes.iterator.toint()
-        for index in cutlass.range(of_warp, unroll=4):
-            step = warp * of_warp + index
-            if const_expr(steps % CONVERTERS == 0) or step < steps:
-                slab, token = step // pairs, step % pairs * 2 + columns
-                swizzle = token % ATOM_ROWS
-                source = (stage * self.config.slabs + 1 + slab) * SLAB_BYTES + (block * BLOCK + token) * ROW_BYTES
-                source += (eight // 2 ^ swizzle) * PIECE_BYTES + eight % 2 * 8
-                atom = slab * 2 + eight // 8
-                factor = shared.records[FOLDS_OF_DOUT + block * self.atoms + atom, stage]
-                words, pieces = cute.make_rmem_tensor(2, Uint32), cute.make_rmem_tensor(4, Uint32)
-                cute.autovec_copy(words_at(payload + source, 2), words)
-                for word in cutlass.range_constexpr(2):
-                    for part in cutlass.range_constexpr(2):
-                        pieces[2 * word + part] = half.mul_pairs(half.pair_of_e4m3(words[word], part), factor)
-                to = place * self.config.half_bytes + (token // ATOM_ROWS * self.atoms + atom) * ATOM_BYTES
-                to += swizzle * ROW_BYTES + (eight % 8 ^ swizzle) * PIECE_BYTES
-                cute.autovec_copy(pieces, words_at(target + to, 4))
+        octets, odd, eight = BLOCK // ATOM_ROWS, lane // 16, lane % 16
+        units = const_expr((self.config.slabs - 1) * octets)
+        of_warp = const_expr(-(-units // CONVERTERS))
+        source = shared.payload.iterator.toint() + odd * ROW_BYTES + (eight // 2 ^ odd) * PIECE_BYTES + eight % 2 * 8
+        source += (stage * self.config.slabs + 1) * SLAB_BYTES + block * BLOCK * ROW_BYTES
+        target = shared.half_bytes.iterator.toint() + odd * ROW_BYTES + (eight % 8 ^ odd) * PIECE_BYTES
+        target += place * self.config.half_bytes + eight // 8 * ATOM_BYTES
+        for index in cutlass.range_constexpr(of_warp):
+            unit = warp * of_warp + index
+            slab, octet = (warp, index) if const_expr(of_warp == octets) else (unit // octets, unit % octets)
+            if const_expr(units % CONVERTERS == 0) or unit < units:
+                factor = shared.records[FOLDS_OF_DOUT + block * self.atoms + slab * 2 + eight // 8, stage]
+                first = source + slab * SLAB_BYTES + octet * ATOM_BYTES
+                to = target + (octet * self.atoms + slab * 2) * ATOM_BYTES
+                words = [cute.make_rmem_tensor(2, Uint32) for _ in range(ATOM_ROWS // 2)]
+                for k in cutlass.range_constexpr(ATOM_ROWS // 2):
+                    cute.autovec_copy(words_at(first ^ 2 * k * (ROW_BYTES + PIECE_BYTES), 2), words[k])
+                for k in cutlass.range_constexpr(ATOM_ROWS // 2):
+                    pieces = cute.make_rmem_tensor(4, Uint32)
+                    for i in cutlass.range_constexpr(4):
+                        pieces[i] = half.mul_pairs(half.pair_of_e4m3(words[k][i // 2], i % 2), factor)
+                    cute.autovec_copy(pieces, words_at(to ^ 2 * k * (ROW_BYTES + PIECE_BYTES), 4))
 
     # ------------------------------------------------------------------------------------------- compute
 
