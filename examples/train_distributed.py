@@ -15,6 +15,7 @@ before computes (TorchRec's train pipeline). Checkpoints load on any number of r
 import argparse
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,12 +25,13 @@ import torch.nn.functional as F
 from movielens import Batch, training_targets
 from next_item import PRECISIONS, Judge, Metrics, NextItemModel, Task, make_task
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import MeanMetric
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import (
     DataParallelWrapper,
     DefaultDataParallelWrapper,
@@ -48,6 +50,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from tqdm import tqdm
 
 PARALLEL = ("dmp", "fsdp2", "ddp")
+EXCHANGE = ("fp32", "fp16", "bf16")
 SHARDING_TYPES = [ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.COLUMN_WISE]
 RESERVED_SHARE = 0.2  # of a GPU's memory, for what isn't a table
 PER_USER = 16  # training interactions drawn from every user in an epoch
@@ -76,25 +79,54 @@ class FullyShardedScorer(DataParallelWrapper):
     """
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        fully_shard(dmp.module.model.scorer, mesh=init_device_mesh(device.type, (env.world_size,)))
+        fully_shard(dmp.module.model.scorer, mesh=DeviceMesh.from_group(env.process_group, device.type))
 
 
-def parallelize(model: NextItemModel, parallel: str, device: torch.device) -> nn.Module:
-    """Spread a model over all ranks, on which the same dense parameters were drawn; tables may be on "meta"."""
-    training_model = TrainingModel(model)
-    if parallel == "ddp":
-        return DistributedDataParallel(training_model.to(device), device_ids=None if device.type == "cpu" else [device])
+@dataclass(frozen=True)
+class Layout:
+    """How a model lies on ranks.
+
+    parallel: "dmp", "fsdp2" or "ddp".    device: this rank's.    group: the ranks, None for all.
+    exchange: the precision in which embeddings of sharded tables travel to their events, and gradients back.
+    """
+
+    parallel: str
+    device: torch.device
+    exchange: str = "fp32"
+    group: dist.ProcessGroup | None = None
+
+
+def parallelize(model: NextItemModel, layout: Layout) -> nn.Module:
+    """Spread a model over ranks that have drawn the same dense parameters.
+
+    Tables may be on "meta": TorchRec makes each rank's part where it belongs.
+    """
+    group, device, training_model = layout.group or dist.GroupMember.WORLD, layout.device, TrainingModel(model)
+    if layout.parallel == "ddp":
+        device_ids = None if device.type == "cpu" else [device]
+        return DistributedDataParallel(training_model.to(device), device_ids, process_group=group)
     model.scorer.to(device)
-    wrapper = FullyShardedScorer() if parallel == "fsdp2" else DefaultDataParallelWrapper()
-    plan = plan_tables(training_model, device)
-    return DistributedModelParallel(training_model, device=device, plan=plan, data_parallel_wrapper=wrapper)
+    precision = CommType[layout.exchange.upper()]
+    codecs = get_qcomm_codecs_registry(QCommsConfig(precision, precision), device=device)
+    sharders = [EmbeddingCollectionSharder(qcomm_codecs_registry=codecs)]
+    return DistributedModelParallel(
+        training_model,
+        ShardingEnv.from_process_group(group),
+        device,
+        plan_tables(training_model, sharders, device, group),
+        sharders,
+        data_parallel_wrapper=FullyShardedScorer() if layout.parallel == "fsdp2" else DefaultDataParallelWrapper(),
+    )
 
 
-def plan_tables(model: TrainingModel, device: torch.device) -> ShardingPlan:
-    """Ask TorchRec's planner where each table goes; every rank gets the plan of rank 0."""
-    on_gpu, num_ranks = device.type == "cuda", dist.get_world_size()
+def plan_tables(
+    model: TrainingModel, sharders: list[EmbeddingCollectionSharder], device: torch.device, group: dist.ProcessGroup
+) -> ShardingPlan:
+    """Ask TorchRec's planner where each table goes; every rank gets the plan of the first."""
+    on_gpu, num_ranks = device.type == "cuda", group.size()
+    ranks_of_machine = min(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), num_ranks)
     topology = TopologyFactory.create_topology(
-        TrainerConfig(world_size=num_ranks, local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))),
+        TrainerConfig(world_size=num_ranks, local_world_size=ranks_of_machine),
         # The planner takes 32 GiB a GPU unless it is told.
         HardwareConfig(hbm_cap_bytes=torch.cuda.get_device_properties(device).total_memory if on_gpu else None),
         KernelConfig(compute_device=device.type),
@@ -105,7 +137,7 @@ def plan_tables(model: TrainingModel, device: torch.device) -> ShardingPlan:
         storage_reservation=FixedPercentageStorageReservation(RESERVED_SHARE),
         constraints={table.name: constraint for table in model.model.embeddings.embedding_configs()},
     )
-    return planner.collective_plan(model, [EmbeddingCollectionSharder()], dist.GroupMember.WORLD)
+    return planner.collective_plan(model, sharders, group)
 
 
 def make_optimizers(model: nn.Module, num_steps: int) -> list[WarmupOptimizer]:
@@ -128,15 +160,15 @@ def make_optimizers(model: nn.Module, num_steps: int) -> list[WarmupOptimizer]:
 class Trainer:
     """A spread model with its optimizers and train pipeline."""
 
-    def __init__(self, model: NextItemModel, parallel: str, device: torch.device, num_steps: int) -> None:
-        self.device = device
-        if parallel != "ddp":  # rows of sharded tables are updated in the backward
+    def __init__(self, model: NextItemModel, layout: Layout, num_steps: int) -> None:
+        self.device = layout.device
+        if layout.parallel != "ddp":  # rows of sharded tables are updated in the backward
             _apply_optimizer_in_backward(RowWiseAdagrad, model.embeddings.parameters(), {"lr": TABLES_LEARNING_RATE})
-        self.model = parallelize(model, parallel, device)
+        self.model = parallelize(model, layout)
         self.optimizers = make_optimizers(self.model, num_steps)
         self.optimizer = CombinedOptimizer(self.optimizers)
-        pipeline = TrainPipelineBase if parallel == "ddp" else TrainPipelineSparseDist
-        self.pipeline: TrainPipeline = pipeline(self.model, self.optimizer, device)
+        pipeline = TrainPipelineBase if layout.parallel == "ddp" else TrainPipelineSparseDist
+        self.pipeline: TrainPipeline = pipeline(self.model, self.optimizer, self.device)
 
     def run(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Send batches through the pipeline, a step each if the model is in training. → (loss, logits, labels)."""
@@ -220,6 +252,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--parallel", choices=PARALLEL, default="dmp")
+    parser.add_argument("--exchange", choices=EXCHANGE, default="fp32", help="of embeddings; bf16 on GPUs only")
     parser.add_argument("--precision", choices=PRECISIONS, default="mxfp8")
     parser.add_argument("--epochs", type=int, default=6, help="in the end, those before --resume included")
     parser.add_argument(
@@ -247,7 +280,8 @@ def main() -> None:
     if not arguments.no_compile:
         model.scorer.pooler.compile(fullgraph=True)
     steps_per_epoch = task.interactions.num_users * PER_USER // arguments.batch_size
-    trainer = Trainer(model, arguments.parallel, device, arguments.epochs * steps_per_epoch)
+    layout = Layout(arguments.parallel, device, arguments.exchange)
+    trainer = Trainer(model, layout, arguments.epochs * steps_per_epoch)
     torch.manual_seed(hash((arguments.seed, rank)))  # ranks drop out different elements
     done = trainer.load(arguments.resume) if arguments.resume else 0
     for epoch in range(done, arguments.epochs):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import train_distributed
 from movielens import Batch
 from next_item import PRECISIONS, NextItemModel, Task, make_task
 from ranks import ranks
@@ -19,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torchrec.distributed.model_parallel import get_unwrapped_module
-from train_distributed import PARALLEL, Trainer, TrainingModel, parallelize
+from torchrec.distributed.types import ShardingType
+from train_distributed import PARALLEL, Layout, Trainer, TrainingModel, parallelize
 
 import pma
 from pma.testing import KERNEL_BUDGET, ULPS_FP32, make_dout, make_jagged, make_pma, relative_error
@@ -95,7 +97,7 @@ def model_on_ranks(parallel: str, precision: str) -> Gradients:
     model = make_model(precision)
     if parallel != "ddp":
         _apply_optimizer_in_backward(torch.optim.SGD, model.embeddings.parameters(), {"lr": TABLES_LR})
-    model = parallelize(model, parallel, CPU)
+    model = parallelize(model, Layout(parallel, CPU))
     before = sharded_tables(model)
     loss, _ = model(make_batch(dist.get_rank(), dist.get_world_size()))
     loss.backward()
@@ -130,10 +132,24 @@ def test_loss_and_every_gradient_are_those_of_one_process(two_ranks, parallel, p
     assert all(errors[name] <= budgets[name] for name in expected), (errors, budgets)
 
 
+def model_sharded(sharding_type: str) -> Gradients:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_distributed, "SHARDING_TYPES", [ShardingType(sharding_type)])
+        return model_on_ranks("dmp", "mxfp8")
+
+
+@pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise", "column_wise"])
+def test_gradients_do_not_depend_on_how_tables_are_sharded(two_ranks, sharding_type):
+    expected, (actual, _) = model_alone("mxfp8"), two_ranks.run(model_sharded, sharding_type)
+    assert actual.keys() == expected.keys()
+    errors = {name: relative_error(actual[name], expected[name]) for name in expected}
+    assert max(errors.values()) <= ULPS_FP32, errors
+
+
 def train(parallel: str, first: int, last: int, resume: Path | None = None, save: Path | None = None) -> list[float]:
     """Losses of steps first … last − 1, over all ranks."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    trainer = Trainer(make_model("mxfp8"), parallel, CPU, NUM_STEPS)
+    trainer = Trainer(make_model("mxfp8"), Layout(parallel, CPU), NUM_STEPS)
     if resume is not None and trainer.load(resume) != first:
         raise RuntimeError("the checkpoint is of another step")
     trainer.model.train()
