@@ -2,13 +2,14 @@
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.distributed [--rounds 15]
 
-NCCL with a GPU for each rank, gloo on CPUs: there it is a smoke of small problems, and only ratios count. "Alone" is
-the first rank while the others wait: the bare module, or the model with all tables on one rank. All variants take
-turns in one run, and the slowest rank counts.
+NCCL with a GPU for each rank, gloo on CPUs: there it is a smoke of small problems, and only ratios count. All variants
+take turns in one run, and the slowest rank counts.
 
+    alone    the first rank while the others wait: the bare module, or the model with all tables on one rank
+    apart    all ranks at a time without communication (the module only)
     weak     every rank has the whole problem;  speedup = ranks × alone / together
     strong   every rank has its part of it;     speedup = alone with the whole / together
-    exposed  together − alone with the same work: communication that no computation covers
+    exposed  together − apart, of the model − alone: communication that no computation covers
 """
 
 import argparse
@@ -65,11 +66,11 @@ PROBLEMS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A step to time. `alone`: the name of the variant that does the same work without communication."""
+    """A step to time, and the name of the variant that does the same work without communication."""
 
     step: Step
     module: nn.Module
-    alone: str
+    silent: str
 
 
 IDLE = Variant(lambda: None, nn.Identity(), "")  # of ranks that wait while the first one works alone
@@ -80,6 +81,7 @@ def module_variants(problem: Problem, device: torch.device) -> dict[str, Variant
     mesh = DeviceMesh.from_group(dist.GroupMember.WORLD, device.type)
     wrappers: dict[str, Callable[[nn.Module], nn.Module]] = {
         "alone": lambda module: module,
+        "apart": lambda module: module,
         "ddp": DistributedDataParallel,
         "fsdp2": lambda module: fully_shard(module, mesh=mesh),
     }
@@ -95,7 +97,7 @@ def module_variants(problem: Problem, device: torch.device) -> dict[str, Variant
                 continue
             sizes = {"num_heads": problem.num_heads, "num_seeds": problem.num_seeds, "device": device}
             module = wrap(make_pma(embed_dim=problem.embed_dim, **sizes))
-            variants[f"{name} {share}"] = Variant(_pool_step(module, events, offsets), module, f"alone {share}")
+            variants[f"{name} {share}"] = Variant(_pool_step(module, events, offsets), module, f"apart {share}")
     return variants
 
 
@@ -198,15 +200,15 @@ def compare(what: str, variants: dict[str, Variant], problem: Problem, rounds: i
     ranks, backend, rows = dist.get_world_size(), dist.get_backend(), []
     for name, variant in variants.items():
         parallel, share = name.split()
-        if parallel == "alone":
+        if parallel in ("alone", "apart"):
             continue
-        same_work = times[variant.alone]
-        speedup = ranks * same_work / times[name] if share == "whole" else times["alone whole"] / times[name]
+        speedup = (ranks if share == "whole" else 1) * times["alone whole"] / times[name]
         rows.append(
             {
                 "what": what, "parallel": parallel, "scaling": "weak" if share == "whole" else "strong", "ranks": ranks,
-                "ms": round(times[name], 3), "alone ms": round(same_work, 3), "speedup": round(speedup, 3),
-                "exposed ms": round(times[name] - same_work, 3), "step MB": round(peaks[name] / 1e6, 1) or None,
+                "ms": round(times[name], 3), "silent ms": round(times[variant.silent], 3), "speedup": round(speedup, 3),
+                "exposed ms": round(times[name] - times[variant.silent], 3),
+                "step MB": round(peaks[name] / 1e6, 1) or None,
                 "weights MB": round(state_bytes(variant.module) / 1e6, 3), "backend": backend,
                 "problem": asdict(problem),
                 "protocol": f"variants in turn, median of {rounds} rounds of {CALLS} steps, slowest rank",
@@ -216,7 +218,7 @@ def compare(what: str, variants: dict[str, Variant], problem: Problem, rounds: i
         print(f"{what}, {ranks} ranks, {backend}, {device.type}")
         for row in rows:
             print(
-                f"    {row['parallel']:8}{row['scaling']:8}{row['ms']:10.2f} ms{row['alone ms']:10.2f} alone"
+                f"    {row['parallel']:8}{row['scaling']:8}{row['ms']:10.2f} ms{row['silent ms']:10.2f} silent"
                 f"{row['speedup']:7.2f}x{row['exposed ms']:9.2f} ms exposed{row['weights MB']:10.2f} MB of weights"
                 + (f"{row['step MB']:10.0f} MB in a step" if row["step MB"] else "")
             )

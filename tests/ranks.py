@@ -44,4 +44,5 @@ def ranks(num_ranks: int, folder: Path) -> Iterator[Ranks]:
 
 def _join(rank: int, num_ranks: int, store: Path) -> None:
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=TIMEOUT)

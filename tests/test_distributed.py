@@ -19,7 +19,8 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 from torchrec.distributed.types import ShardingType
 from train_distributed import PARALLEL, Layout, Trainer, TrainingModel, parallelize
 
@@ -291,6 +292,33 @@ def test_a_module_is_sharded_before_it_has_memory(two_ranks):
     assert (first["key_norm.weight"] == 1).all()
     halves = first["key_proj.weight"].chunk(2)  # of the two ranks
     assert not torch.equal(*halves) and all(0.1 < half.std() < 0.15 for half in halves)
+
+
+class Pooled(nn.Module):
+    """A table and a PMA that have no memory yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = EmbeddingConfig(name="item", embedding_dim=64, num_embeddings=100, feature_names=["item"])
+        self.embeddings = EmbeddingCollection([table], device=torch.device("meta"))
+        self.pool = pma.PMA(device="meta", **SIZES)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        events = self.embeddings(features)["item"]
+        return self.pool(events.values(), events.offsets())
+
+
+def dmp_from_meta() -> Gradients:
+    torch.manual_seed(dist.get_rank())
+    model = DistributedModelParallel(Pooled(), device=CPU)
+    model(KeyedJaggedTensor(["item"], torch.arange(10), lengths=torch.tensor([4, 6]))).sum().backward()
+    return {name: parameter.detach() for name, parameter in model.module.pool.named_parameters()}
+
+
+def test_torchrec_makes_the_parameters_of_a_module_on_meta(two_ranks):
+    first, second = two_ranks.run(dmp_from_meta)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert 0.015 < first["seed_embs"].std() < 0.025 and 0.1 < first["key_proj.weight"].std() < 0.15
 
 
 def sharded_layers() -> str:
