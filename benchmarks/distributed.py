@@ -126,8 +126,8 @@ def model_variants(problem: Problem, device: torch.device) -> dict[str, Variant]
             model = NextItemModel(problem.num_items, "mxfp8", tables_device="meta")
             trainer = Trainer(model, Layout(parallel, device, group=group), num_steps=1_000_000)
             trainer.model.train()
-            step = partial(trainer.pipeline.progress, _random_batches(problem, histories))
-            variants[f"{name} {share}"] = Variant(step, trainer.model, f"alone {share}")
+            steps = trainer.run(_random_batches(problem, histories))
+            variants[f"{name} {share}"] = Variant(partial(next, steps), trainer.model, f"alone {share}")
     return variants
 
 

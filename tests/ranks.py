@@ -3,7 +3,7 @@
 import datetime
 import multiprocessing
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], *arguments: object) -> list[Any]:
         futures = [pool.submit(function, *arguments) for pool in self._pools]
-        return [future.result() for future in futures]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        return [future.result() for future in (futures if len(done) == len(futures) else done)]
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from next_item import PRECISIONS, NextItemModel, Task, make_task
 from ranks import ranks
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -195,16 +196,16 @@ SIZES = {"embed_dim": 64, "num_heads": 2, "num_seeds": 5}
 LENGTHS = ((5, 0, 65, 9), (33, 1, 0, 12))  # of two ranks' segments
 
 
-def ddp(module: pma.PMA) -> nn.Module:
+def ddp(module: nn.Module) -> nn.Module:
     return DistributedDataParallel(module)
 
 
-def fsdp2(module: pma.PMA, **policy: torch.dtype) -> nn.Module:
+def fsdp2(module: nn.Module, **policy: torch.dtype) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
 
 
-def compiled(module: pma.PMA) -> pma.PMA:
+def compiled(module: nn.Module) -> nn.Module:
     module.compile(fullgraph=True, backend="aot_eager")
     return module
 
@@ -222,6 +223,7 @@ VARIANTS = {
     "fsdp2 of compiled": lambda module: fsdp2(compiled(module)),
     "recomputed fsdp2": lambda module: recomputed(fsdp2(module)),
     "recomputed fsdp2 of compiled": lambda module: recomputed(fsdp2(compiled(module))),
+    "fsdp2 of compiled and recomputed": lambda module: fsdp2(compiled(checkpoint_wrapper(module))),
 }
 
 
