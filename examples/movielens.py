@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
 
 DATASET_FOLDER = "dataset_example/ml-100k"
 NUM_RATINGS = 6  # ratings 1 to 5, 0 unused
@@ -48,7 +49,7 @@ class Interactions:
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(Pipelineable):
     """B questions "what comes next?": a segment of events each, and 1 + N candidates of which the first is right.
 
     features: keys item, rating and recency (the events, T values each) and candidate (B * (1 + N) values).
@@ -57,6 +58,16 @@ class Batch:
 
     features: KeyedJaggedTensor
     labels: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        return Batch(self.features.to(device, non_blocking), self.labels.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Batch":
+        return Batch(self.features.pin_memory(), self.labels.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        self.features.record_stream(stream)
+        self.labels.record_stream(stream)
 
 
 def load_movielens(max_users: int | None = None) -> Interactions:

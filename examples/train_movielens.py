@@ -20,11 +20,8 @@ from pathlib import Path
 import matplotlib
 import torch
 import torch.nn.functional as F
-from movielens import NUM_RATINGS, NUM_RECENCIES, Batch, BatchMaker, Interactions, load_movielens, training_targets
-from torch import Tensor, nn
-from torchmetrics.functional.classification import binary_auroc
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
-from torchrec.metrics.ne import compute_ne, get_ne_states
+from movielens import Batch, training_targets
+from next_item import PRECISIONS, TOP_K, Judge, Metrics, NextItemModel, Task, make_task
 from tqdm import tqdm
 
 import pma
@@ -32,82 +29,7 @@ import pma
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-PRECISIONS = ("mxfp8", "bf16", "fp32")
-EMBED_DIM = 64
-NUM_HEADS = 2
-NUM_SEEDS = 4
-DROPOUT = 0.1
-MAX_LENGTH = 50  # latest events kept of a history
-NUM_NEGATIVES = 4  # a positive, in training; held-out loss and NE are weighted to the same base rate
-NUM_RIVALS = 99  # negatives of a held-out positive
-TOP_K = 10
 LEARNING_RATE = 6e-3  # the peak of a one-cycle schedule
-NE_EPS = 1e-12
-RIVALS_SEED = 2024  # not --seed: every run is judged on the same rivals
-
-
-class Pooler(nn.Module):
-    """The dense part: events to a user vector, by PMA and a head on what its seeds have gathered."""
-
-    def __init__(self, precision: str) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(DROPOUT)
-        self.pma = pma.PMA(EMBED_DIM, NUM_HEADS, NUM_SEEDS, precision=precision)
-        self.head = nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(NUM_SEEDS * EMBED_DIM, EMBED_DIM),
-            nn.GELU(),
-            nn.Dropout(DROPOUT),
-            nn.Linear(EMBED_DIM, EMBED_DIM),
-        )
-
-    def forward(self, events: Tensor, offsets: Tensor) -> Tensor:
-        """Pool `events` [T, E] of segments `offsets` [B + 1] into user vectors [B, E]."""
-        return self.head(self.pma(self.dropout(events), offsets))  # [T, E] -> [B, S, E] -> [B, E]
-
-
-class NextItemModel(nn.Module):
-    """Scores candidate items for segments of past events; one item table serves events and candidates."""
-
-    def __init__(self, num_items: int, precision: str) -> None:
-        super().__init__()
-        self.embeddings = EmbeddingCollection(
-            [
-                _table("item", num_items, ["item", "candidate"]),
-                _table("rating", NUM_RATINGS, ["rating"]),
-                _table("recency", NUM_RECENCIES, ["recency"]),
-            ]
-        )
-        self.pooler = Pooler(precision)
-        self.item_bias = nn.Embedding(num_items, 1)
-        nn.init.constant_(self.item_bias.weight, -math.log(NUM_NEGATIVES))  # the logit of the base rate
-
-    def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """Return logits [B, C] of the C candidates that each of the B segments comes with."""
-        embedded = self.embeddings(features)  # a JaggedTensor for every key
-        events = embedded["item"].values() + embedded["rating"].values() + embedded["recency"].values()  # [T, E]
-        offsets = embedded["item"].offsets()
-        pma.mark_dynamic(events, offsets)
-        users = self.pooler(events, offsets)  # [B, E]
-        candidates = embedded["candidate"].values().unflatten(0, (len(users), -1))  # [B, C, E]
-        bias = self.item_bias(features["candidate"].values()).view(candidates.shape[:2])
-        return torch.einsum("be,bce->bc", users, candidates) + bias
-
-
-def _table(name: str, num_embeddings: int, feature_names: list[str]) -> EmbeddingConfig:
-    return EmbeddingConfig(
-        name=name, embedding_dim=EMBED_DIM, num_embeddings=num_embeddings, feature_names=feature_names
-    )
-
-
-@dataclass(frozen=True)
-class Task:
-    """What every run shares: the ratings, the maker of training batches, and two held-out batches."""
-
-    interactions: Interactions
-    training: BatchMaker
-    validation: Batch
-    test: Batch
 
 
 @dataclass(frozen=True)
@@ -118,16 +40,6 @@ class Plan:
     batch_size: int
     per_user: int  # training interactions drawn from every user in an epoch
     is_compiled: bool
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """Held-out quality: log-loss and NE at the base rate of training, AUC and hit rate among all rivals."""
-
-    loss: float
-    auc: float
-    ne: float
-    hit_rate: float
 
 
 @dataclass(frozen=True)
@@ -143,22 +55,11 @@ class Run:
     seconds: float  # training steps only, without the first one, which compiles
 
 
-def make_task(max_users: int | None = None) -> Task:
-    """Hold out every user's last interaction for the test and the one before for validation."""
-    interactions = load_movielens(max_users)
-    training = BatchMaker(interactions, interactions.seen(except_last=2), NUM_NEGATIVES, MAX_LENGTH)
-    held_out = BatchMaker(interactions, interactions.seen(), NUM_RIVALS, MAX_LENGTH)
-    generator = torch.Generator().manual_seed(RIVALS_SEED)
-    users, ends = torch.arange(interactions.num_users), interactions.user_offsets[1:]
-    validation, test = (held_out.make(users, ends - back, generator) for back in (2, 1))
-    return Task(interactions, training, validation, test)
-
-
 def build_model(task: Task, precision: str, is_compiled: bool) -> NextItemModel:
     """Make a model on torch's global random state; compiling in place keeps the names in its state_dict."""
     model = NextItemModel(task.interactions.num_items, precision)
     if is_compiled:
-        model.pooler.compile(fullgraph=True)
+        model.scorer.pooler.compile(fullgraph=True)
     return model
 
 
@@ -202,24 +103,10 @@ def train_step(model: NextItemModel, batch: Batch, optimizer: torch.optim.Optimi
 
 @torch.no_grad()
 def evaluate(model: NextItemModel, batch: Batch) -> Metrics:
-    """Judge a model on a held-out batch, each positive against NUM_RIVALS negatives.
-
-    Rivals are weighted down to NUM_NEGATIVES a positive, so that loss and NE keep the base rate of training and all
-    rivals still count.
-    """
-    model.eval()
-    logits = model(batch.features)  # [B, 1 + N]
-    positives, rivals = logits[:, :1], logits[:, 1:]
-    weights = torch.where(batch.labels == 1, 1.0, NUM_NEGATIVES / NUM_RIVALS)
-    sums = get_ne_states(batch.labels.flatten(), logits.sigmoid().flatten(), weights.flatten(), eta=NE_EPS)
-    cross_entropy = sums.pop("cross_entropy_sum")  # in bits
-    wins = (positives > rivals).sum(dim=1)  # [B]; a tie or a NaN wins nothing
-    return Metrics(
-        loss=(cross_entropy / sums["weighted_num_samples"]).item() * math.log(2),
-        auc=binary_auroc(logits.flatten(), batch.labels.flatten().long()).item(),
-        ne=compute_ne(cross_entropy, **sums, eta=NE_EPS).item(),
-        hit_rate=(wins > NUM_RIVALS - TOP_K).float().mean().item(),
-    )
+    """Judge a model on a held-out batch, each positive against NUM_RIVALS negatives."""
+    judge = Judge()
+    judge.update(model.eval()(batch.features), batch.labels)
+    return judge.metrics()
 
 
 def check_checkpoint(task: Task, run: Run, path: Path, is_compiled: bool) -> None:

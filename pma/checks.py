@@ -1,6 +1,7 @@
 """Argument checks and the library's exceptions: every message names the argument, what came and what is allowed."""
 
 import math
+import sys
 from collections.abc import Collection
 
 import torch
@@ -38,6 +39,16 @@ def check_same_device(name: str, value: Tensor, other_name: str, other: Tensor) 
         raise ValueError(
             f"{name} and {other_name} must be on one device, got {name} on {value.device}, "
             f"{other_name} on {other.device}"
+        )
+
+
+def check_unsharded(name: str, value: Tensor | None) -> None:
+    """Raise UnsupportedError if `value` is a DTensor: FSDP2 gathers the parameters of the modules it is applied to."""
+    tensor = sys.modules.get("torch.distributed.tensor")  # whoever shards has imported it
+    if tensor is not None and isinstance(value, tensor.DTensor):
+        raise UnsupportedError(
+            f"{name} must be a whole tensor in forward, got a DTensor; apply fully_shard to the pma.PMA or to a module "
+            "around it, not to the layers inside"
         )
 
 

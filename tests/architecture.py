@@ -39,9 +39,9 @@ PARAMETERS = 8
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
 SCHEMA_DECORATORS = {"custom_op", "triton_op", "define", "impl"}
 AUTOGRAD_METHODS = {"forward", "backward", "setup_context"}
-DOCUMENTS = ("README.md", "DESIGN.md", "CONTRIBUTING.md")
+DOCUMENTS = ("README.md", "DESIGN.md", "CONTRIBUTING.md", "docs/distributed.md")
 DOCUMENT_SUFFIXES = {".py", ".md", ".toml", ".cfg", ".txt"}
-DOCUMENT_FOLDERS = {*FOLDERS, "requirements", ".ci"}
+DOCUMENT_FOLDERS = {*FOLDERS, "docs", "requirements", ".ci"}
 
 
 @dataclass(frozen=True)

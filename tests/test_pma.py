@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import pma
@@ -278,6 +279,36 @@ def test_output_dtype_is_that_of_events_or_autocast(dtype, precision):
     out.sum().backward()
     assert leaf.grad.dtype == dtype
     assert all(p.grad.dtype == torch.float32 for p in module.parameters())
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("value_projection", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_activation_checkpointing_changes_no_bit(precision, value_projection, is_compiled):
+    torch._dynamo.reset()
+    module = make_pma(precision=precision, value_projection=value_projection, **SIZES)
+    events, offsets = make_jagged([5, 0, 65], 128)
+    expected = run_with_gradients(module, events, offsets)
+    if is_compiled:
+        module.compile(fullgraph=True, backend="aot_eager")
+    module.zero_grad()
+    leaf = events.clone().requires_grad_()
+    out = checkpoint(module, leaf, offsets, use_reentrant=False)
+    out.backward(make_dout(out))
+    actual = {"forward_output": out, "event_embs.grad": leaf.grad}
+    actual |= {f"{name}.grad": p.grad for name, p in module.named_parameters()}
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [[], [0, 0], [3, 0]])
+def test_every_parameter_gets_a_gradient_of_its_dtype_even_without_events(lengths, dtype, precision):
+    """Ranks of DDP reduce the same gradients whatever batch they have."""
+    module = make_pma(precision=precision, value_projection=True, dtype=dtype, **SIZES)
+    module(*make_jagged(lengths, 128)).sum().backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None and parameter.grad.dtype == dtype, name
 
 
 def test_plain_state_survives_copy_pickle_half_and_strict_loading():

@@ -5,7 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pma.checks import UnsupportedError, check_bool, check_choice, check_finite, check_int, check_same_device
+from pma.checks import (
+    UnsupportedError,
+    check_bool,
+    check_choice,
+    check_finite,
+    check_int,
+    check_same_device,
+    check_unsharded,
+)
 from pma.functional import PMAWeights, pooled_attention, pooled_attention_unquantized
 from pma.jagged import FLOAT_DTYPES, JaggedInput, to_values_and_offsets
 from pma.layouts import BLOCK
@@ -92,7 +100,8 @@ class PMA(nn.Module):
             [B, S, E] contiguous, in the dtype of events, or autocast's where that is on; 0 for empty segments.
             Rows of events outside the offsets reach no result and get gradient 0.
         Raises:
-            TypeError, ValueError: wrong type, dtype, rank, size or device.    UnsupportedError: nested with holes.
+            TypeError, ValueError: wrong type, dtype, rank, size or device.    UnsupportedError: nested with holes, or
+                parameters that are DTensors.
         Note: no host sync; differentiable once.
         """
         values, offsets = to_values_and_offsets(events, offsets, embed_dim=self.embed_dim)
@@ -107,6 +116,8 @@ class PMA(nn.Module):
             self.key_proj.weight,
             None if self.value_proj is None else self.value_proj.weight,
         )
+        for name, weight in zip(weights._fields, weights, strict=True):
+            check_unsharded(name, weight)
         config = self.config(_output_dtype(values))
         if self.precision == "mxfp8":
             return pooled_attention(values, offsets, weights, config)

@@ -36,7 +36,7 @@ class PMAFunction(torch.autograd.Function):
         ctx: Any, events: Tensor, offsets: Tensor, seeds: Tensor, query_norm: Tensor, query_proj: Tensor,
         key_norm: Tensor, key_proj: Tensor, value_proj: Tensor | None, config: PMAConfig,
     ) -> Tensor:  # fmt: skip
-        ctx.config, ctx.projection_dtype = config, query_proj.dtype
+        ctx.config, ctx.norm_dtype, ctx.projection_dtype = config, key_norm.dtype, query_proj.dtype
         dtypes = (events.dtype, key_proj.dtype, offsets.dtype, config.out_dtype)
         shape = (events.shape[1], config.num_heads, seeds.shape[0], value_proj is not None, *dtypes)
         ctx.family = backends.serving_module(config.backend, events.device, config.numerics, *shape)
@@ -153,11 +153,14 @@ def _seed_gradients(dq: Tensor, xq: tuple, wq: tuple, normed: tuple, backend: st
 
 
 def _in_order(ctx: Any, out: Tensor, devents: Tensor, of_seeds: tuple, of_keys: tuple) -> tuple[Tensor | None, ...]:
-    """What `PMAFunction.backward` returns, in the dtypes of the parameters."""
+    """What `PMAFunction.backward` returns, in the dtypes of the parameters.
+
+    It does not read `ctx.saved_tensors`: activation checkpointing lets a backward do so once.
+    """
     (dseeds, dquery_norm, dwq), (dkey_norm, dwk, dwv) = of_seeds, of_keys
     of_projections = (None if each is None else each.to(ctx.projection_dtype) for each in (dwq, dwk, dwv))
     query_proj, key_proj, value_proj = of_projections
-    key_norm = dkey_norm.to(ctx.saved_tensors[4].dtype)
+    key_norm = dkey_norm.to(ctx.norm_dtype)
     of_events, *others = _once(out, devents, dseeds, dquery_norm, query_proj, key_norm, key_proj, value_proj)
     return of_events, None, *others, None
 
