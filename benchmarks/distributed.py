@@ -1,9 +1,9 @@
 """Weak and strong scaling of the module (DDP, FSDP2) and of the whole model (TorchRec's DMP) on the ranks that run it.
 
-    torchrun --standalone --nproc-per-node 2 -m benchmarks.distributed [--rounds 15]
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.distributed [--rounds 15] [--what module model]
 
 NCCL with a GPU for each rank, gloo on CPUs: there it is a smoke of small problems, and only ratios count. All variants
-take turns in one run, and the slowest rank counts.
+take turns in one run, and the slowest rank counts. The model needs torchrec.
 
     alone    the first rank while the others wait: the bare module, or the model with all tables on one rank
     apart    all ranks at a time without communication (the module only)
@@ -16,10 +16,8 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -30,15 +28,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torchrec import KeyedJaggedTensor
 
 from benchmarks import record
 from pma.testing import make_dout, make_jagged, make_pma, uneven_lengths
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from movielens import KEYS, NUM_RATINGS, NUM_RECENCIES, Batch
-from next_item import NUM_NEGATIVES, NextItemModel
-from train_distributed import Layout, Trainer, init_process_group
+from process_group import init_process_group
 
 CALLS = 4  # steps between two looks at the clock
 Step = Callable[[], object]
@@ -110,42 +105,6 @@ def _pool_step(module: nn.Module, events: Tensor, offsets: Tensor) -> Step:
         module(events, offsets).backward(dout)
 
     return step
-
-
-def model_variants(problem: Problem, device: torch.device) -> dict[str, Variant]:
-    """Training steps of the example's model through its pipeline: tables sharded, the dense part in DDP or FSDP2."""
-    first = dist.new_group([0])
-    spread = {"alone": ("dmp", first), "dmp": ("dmp", None), "fsdp2": ("fsdp2", None)}
-    variants = {}
-    for share, histories in (("whole", problem.histories), ("part", problem.histories // dist.get_world_size())):
-        for name, (parallel, group) in spread.items():
-            if name == "alone" and dist.get_rank():
-                variants[f"{name} {share}"] = IDLE
-                continue
-            torch.manual_seed(0)
-            model = NextItemModel(problem.num_items, "mxfp8", tables_device="meta")
-            trainer = Trainer(model, Layout(parallel, device, group=group), num_steps=1_000_000)
-            trainer.model.train()
-            steps = trainer.run(_random_batches(problem, histories))
-            variants[f"{name} {share}"] = Variant(partial(next, steps), trainer.model, f"alone {share}")
-    return variants
-
-
-def _random_batches(problem: Problem, histories: int) -> Iterator[Batch]:
-    """Endlessly the same few batches, other ones on each rank."""
-    batches = []
-    for seed in range(4):
-        generator = torch.Generator().manual_seed(4 * dist.get_rank() + seed)
-        lengths = torch.tensor(uneven_lengths(histories, problem.max_history, seed=seed))
-        sizes = (problem.num_items, NUM_RATINGS, NUM_RECENCIES)
-        events = [torch.randint(size, (int(lengths.sum()),), generator=generator) for size in sizes]
-        candidates = torch.randint(problem.num_items, (histories, 1 + NUM_NEGATIVES), generator=generator)
-        counts = torch.full_like(lengths, 1 + NUM_NEGATIVES)
-        features = KeyedJaggedTensor(
-            KEYS, torch.cat([*events, candidates.flatten()]), lengths=torch.cat([lengths, lengths, lengths, counts])
-        )
-        batches.append(Batch(features, (torch.arange(1 + NUM_NEGATIVES) == 0).float().expand(histories, -1)))
-    return (batches[index % len(batches)] for index in count())
 
 
 def take_turns(variants: dict[str, Variant], rounds: int, device: torch.device) -> tuple[dict, dict]:
@@ -228,11 +187,17 @@ def compare(what: str, variants: dict[str, Variant], problem: Problem, rounds: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--what", nargs="+", choices=("module", "model"), default=["module", "model"])
     arguments = parser.parse_args()
     device = init_process_group()
     problem = PROBLEMS[device.type]
-    rows = compare("module", module_variants(problem, device), problem, arguments.rounds, device)
-    rows += compare("model", model_variants(problem, device), problem, arguments.rounds, device)
+    rows = []
+    for what in arguments.what:
+        if what == "model":
+            from benchmarks.distributed_model import model_variants as make_variants
+        else:
+            make_variants = module_variants
+        rows += compare(what, make_variants(problem, device), problem, arguments.rounds, device)
     if dist.get_rank() == 0:
         record.append("distributed", rows)
     dist.destroy_process_group()

@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from movielens import Batch, training_targets
 from next_item import PRECISIONS, Judge, Metrics, NextItemModel, Task, make_task
+from process_group import init_process_group
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -233,17 +234,6 @@ def training_batches(task: Task, batch_size: int, seed: int, epoch: int) -> Iter
 
 def _generator(*key: int) -> torch.Generator:
     return torch.Generator().manual_seed(hash(key))  # of ints the same in every process
-
-
-def init_process_group() -> torch.device:
-    """Join the ranks that torchrun has started: NCCL with a GPU each, or gloo. → this rank's device."""
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return device
 
 
 def parse_arguments() -> argparse.Namespace:
