@@ -10,6 +10,7 @@ from disassembly import compile_to
 
 from pma.kernels.device_facts import SM90
 from pma.kernels.projection.hopper_spec import (
+    WARPGROUPS,
     HopperGemmQuantizeSpec,
     HopperGemmSpec,
     choose_config,
@@ -46,6 +47,10 @@ def test_machine_code(name, tmp_path, allocated, record_property):
     assert len(code.starting_with("WARPGROUP.DEPBAR")) == tiles * spec.chunks, "nothing is serialised"
     assert not code.starting_with("LDL", "STL"), "accesses to local memory"
     assert code.registers * config.threads <= SM90.registers_per_sm
+    divided = 128 * (sm90.REGISTERS["others"] + WARPGROUPS * sm90.REGISTERS["compute"])
+    assert divided <= code.registers * config.threads, (
+        "more than the launch has: those that compute would wait for ever"
+    )
     assert len(code.starting_with("USETMAXREG")) == 2, "those that compute and the others"
     assert totals[-1] <= config.shared_bytes(spec) <= SM90.shared_bytes_per_block
     wide = [name for name in code.starting_with("STG") if "128" in name]

@@ -74,7 +74,7 @@ from pma.layouts.mxfp8 import SCALE_BIAS, SCALE_NAN
 
 LOAD_WARP = 0
 COMPUTE_WARPS = 4 * WARPGROUPS
-REGISTERS = {"compute": 240, "others": 32}
+REGISTERS = {"compute": 240, "others": 24}
 FOLDS_OF_DOUT = BLOCKS * WARPGROUPS  # first words of a record; those of x follow, then whether the part ends here
 IS_LAST = RECORD_WORDS - 1
 HEADROOM = 7  # octaves that a payload is raised by: 448·2^7 fits fp16
