@@ -38,7 +38,7 @@ def test_machine_code(name, tmp_path, allocated, record_property):
     assert len(code.starting_with("LDSM")) == 2
     assert len(code.starting_with("UTMALDG")) == config.slabs
     assert code.registers * config.threads <= SM90.registers_per_sm
-    divided = 128 * (sm90.REGISTERS["others"] + WARPGROUPS * sm90.REGISTERS["compute"])
+    divided = 128 * (config.registers["others"] + WARPGROUPS * config.registers["compute"])
     assert divided <= code.registers * config.threads, (
         "more than the launch has: those that compute would wait for ever"
     )
