@@ -10,6 +10,7 @@ from disassembly import compile_to
 
 from pma.kernels.device_facts import SM90
 from pma.kernels.projection.hopper_spec import (
+    WARPGROUPS,
     HopperGemmQuantizeSpec,
     HopperGemmSpec,
     choose_config,
@@ -40,11 +41,16 @@ def test_machine_code(name, tmp_path, allocated, record_property):
     record_property("registers", code.registers)
     record_property("shared_bytes", totals[-1])
     print(f"{name}: {code.registers} registers, {totals[-1]} bytes shared, {config}")
-    assert len(code.starting_with("QGMMA")) == spec.in_columns // BLOCK, "one copy of a column tile's products"
+    tiles = config.weight_tiles if isinstance(spec, HopperGemmQuantizeSpec) else 1  # that are unrolled
+    assert len(code.starting_with("QGMMA")) == tiles * spec.in_columns // BLOCK, "one copy of each product"
     assert not code.starting_with("HGMMA", "IGMMA", "HMMA", "QMMA")
-    assert len(code.starting_with("WARPGROUP.DEPBAR")) == spec.chunks, "one for each chunk: nothing is serialised"
+    assert len(code.starting_with("WARPGROUP.DEPBAR")) == tiles * spec.chunks, "nothing is serialised"
     assert not code.starting_with("LDL", "STL"), "accesses to local memory"
     assert code.registers * config.threads <= SM90.registers_per_sm
+    divided = 128 * (sm90.REGISTERS["others"] + WARPGROUPS * sm90.REGISTERS["compute"])
+    assert divided <= code.registers * config.threads, (
+        "more than the launch has: those that compute would wait for ever"
+    )
     assert len(code.starting_with("USETMAXREG")) == 2, "those that compute and the others"
     assert totals[-1] <= config.shared_bytes(spec) <= SM90.shared_bytes_per_block
     wide = [name for name in code.starting_with("STG") if "128" in name]

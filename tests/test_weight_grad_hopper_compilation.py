@@ -8,7 +8,7 @@ import torch
 from disassembly import compile_to
 
 from pma.kernels.device_facts import SM90
-from pma.kernels.weight_grad.hopper_spec import TOKENS, HopperWeightGradSpec, choose_config
+from pma.kernels.weight_grad.hopper_spec import TOKENS, WARPGROUPS, HopperWeightGradSpec, choose_config
 from pma.kernels.weight_grad.spec import MAX_COLUMNS, SLAB
 
 BF16, FP32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
@@ -38,6 +38,10 @@ def test_machine_code(name, tmp_path, allocated, record_property):
     assert len(code.starting_with("LDSM")) == 2
     assert len(code.starting_with("UTMALDG")) == config.slabs
     assert code.registers * config.threads <= SM90.registers_per_sm
+    divided = 128 * (config.registers["others"] + WARPGROUPS * config.registers["compute"])
+    assert divided <= code.registers * config.threads, (
+        "more than the launch has: those that compute would wait for ever"
+    )
     assert config.stages * config.stage_bytes < totals[-1] <= config.shared_bytes() <= SM90.shared_bytes_per_block
 
 

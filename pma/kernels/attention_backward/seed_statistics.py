@@ -27,7 +27,7 @@ from torch import Tensor
 from pma.kernels.attention_backward.hopper_spec import RECORD_WORDS, STEP, SUMMARY_WORDS, HopperBackwardSpec
 from pma.kernels.blocks.block_scales import block_scale
 from pma.kernels.blocks.half_pairs import pair_of_two, square_sum_of_e4m3
-from pma.kernels.blocks.memory import element_pointer
+from pma.kernels.blocks.memory import element_pointer, load_byte
 from pma.kernels.compile import aligned, cached, compile_for, fake_tensor
 from pma.kernels.device_facts import device_facts
 from pma.layouts import BLOCK
@@ -128,7 +128,7 @@ class SeedStatistics:
     @cute.jit
     def byte_at(self, scales: cute.Tensor, slot: Int64, head: Int32) -> Int32:
         place = slot * (self.spec.columns // BLOCK) + head * (self.spec.head_dim // BLOCK)
-        return Int32(cute.make_tensor(element_pointer(scales, place, 1), cute.make_layout(1))[0]) & 0xFF
+        return load_byte(scales, place)
 
     @cute.jit
     def norm(self, o: StatisticsOperands, place, index: Int32) -> Float32:

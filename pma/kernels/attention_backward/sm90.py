@@ -76,7 +76,7 @@ from pma.kernels.blocks.byte_transpose import (
     scaled_bytes,
     store_transposed,
 )
-from pma.kernels.blocks.memory import element_pointer
+from pma.kernels.blocks.memory import element_pointer, load_byte
 from pma.kernels.blocks.ring import Ring, arrive, bulk_load, init_ring, next_stage
 from pma.kernels.blocks.row_tiles import RowTile, find_row_tile
 from pma.kernels.blocks.warpgroup_product import (
@@ -269,7 +269,7 @@ class HopperBackward(HopperGradients):
     @cute.jit
     def scale_byte(self, scales: cute.Tensor, slot: Int64) -> Int32:
         place = slot * (self.spec.columns // BLOCK) + self.head() * (self.head_dim // BLOCK)
-        return Int32(cute.make_tensor(element_pointer(scales, place, 1), cute.make_layout(1))[0]) & 0xFF
+        return load_byte(scales, place)
 
     @cute.jit
     def tile_facts(self, shared: Shared, turn: Int32) -> TileFacts:

@@ -52,7 +52,7 @@ from pma.kernels.attention_forward.hopper_spec import (
 from pma.kernels.attention_forward.scores import BLOCKS, FloatScores, HalfScores
 from pma.kernels.attention_forward.shares import Attended, Share, SharesOfCtas, Work, empty_results, work_by_length
 from pma.kernels.blocks.block_scales import block_scale
-from pma.kernels.blocks.memory import element_pointer, store_words
+from pma.kernels.blocks.memory import element_pointer, load_byte, store_words
 from pma.kernels.blocks.quad_transpose import transpose_quad
 from pma.kernels.blocks.ring import Ring, arrive, bulk_load, init_ring, meet, next_stage
 from pma.kernels.blocks.warpgroup_product import (
@@ -611,12 +611,6 @@ class HopperForward(SharesOfCtas):
                 index = (Int64(segment) * spec.num_heads + share.head) * spec.num_seeds + seed
                 cute.make_tensor(element_pointer(o.lse, index, 4), cute.make_layout(1))[0] = lse
                 cute.make_tensor(element_pointer(o.row_sum_log2, index, 4), cute.make_layout(1))[0] = row_sum_log2
-
-
-@cute.jit
-def load_byte(tensor: cute.Tensor, offset: Int64) -> Int32:
-    byte = cute.make_tensor(element_pointer(tensor, offset, 1), cute.make_layout(1))[0]
-    return Int32(byte) & 0xFF  # the conversion extends the sign
 
 
 @cute.jit

@@ -40,6 +40,8 @@ PAIR_BARRIER = 1  # named barriers 1 … 4 of two warps that hold a row block
 class QuantizeEpilogue:
     """Sums → MXFP8: payload, compact scales and, if asked for, the transposed payload."""
 
+    leaves_registers = True  # for chunks of the next column tile
+
     def __init__(self, spec: HopperGemmQuantizeSpec):
         self.spec = spec
         self.halves_of_scale = spec.columns_per_scale // HALF
@@ -185,6 +187,8 @@ class QuantizeEpilogue:
 
 class StoreEpilogue:
     """Sums → bf16 or fp32 rows."""
+
+    leaves_registers = False
 
     def __init__(self, spec: HopperGemmSpec):
         self.spec = spec

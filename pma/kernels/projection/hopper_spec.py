@@ -22,6 +22,7 @@ MAX_COLUMNS = 2048
 WARPGROUPS = 2  # that compute
 GROUP_ROWS = TILE // WARPGROUPS
 ROW_BLOCKS = TILE // BLOCK  # of a tile
+MAX_WEIGHT_TILES = 4  # of a CTA; its code grows with them
 RECORDS = 2  # row tiles whose scales are in shared memory
 STORE_BYTES = 16  # of a lane
 BOARD_BYTES = 2048  # of row tiles that are announced
@@ -137,7 +138,7 @@ def other_bytes(spec: HopperProjectionSpec, weight_tiles: int) -> int:
 @functools.cache
 def choose_config(spec: HopperProjectionSpec, facts: DeviceFacts) -> HopperProjectionConfig:
     """As much of the weight as fits beside two tiles of X, or a row tile and one more where that is read repeatedly."""
-    for weight_tiles in range(spec.column_tiles, 0, -1):
+    for weight_tiles in range(min(spec.column_tiles, MAX_WEIGHT_TILES), 0, -1):
         buffers = (facts.shared_bytes_per_block - other_bytes(spec, weight_tiles)) // PAYLOAD_BYTES
         stages = buffers - weight_tiles * spec.depth_tiles
         is_deep_enough = stages >= (spec.depth_tiles + 1 if weight_tiles > 1 else 2)

@@ -16,8 +16,7 @@ when results are stored. Rows of the weight lie in the order in which a lane's s
 
 Warps: 0 loads · 1 scales of X · 2 finds the row tiles from offsets, 32 at a time, and announces them · 3 makes
 registers free · 4–7 and 8–11 compute, 64 rows each, and store (`hopper_epilogues.py`). Two accumulators: the next
-chunk's products run while one is added. The two warpgroups take turns to issue the products of a column tile, so that
-one stores while the tensor core works for the other, where a row tile of X fits the stages.
+chunk's products run while one is added. The next column tile's products run beside an epilogue.
 
 Shared memory: `stages` tiles of X and those of the weight, 16 KiB each, the latter resident or, where the contraction
 is too long, in the same stages as X; scales of both as fp32.
@@ -44,6 +43,7 @@ from pma.kernels.blocks.row_tiles import (
     BATCHES,
     FIELDS,
     Announcements,
+    RowTile,
     announce_row_tiles,
     next_row_tile,
 )
@@ -69,7 +69,6 @@ from pma.layouts.transposed import GROUP
 LOAD_WARP, SCALE_WARP, SEARCH_WARP = 0, 1, 2
 COMPUTE_WARPS = 4 * WARPGROUPS
 REGISTERS = {"compute": 232, "others": 40}
-TURN_BARRIER = 5  # named barriers 5 and 6 of the two warpgroups
 MOST = 2.0**127  # a factor: so that 0 stays 0
 
 
@@ -79,8 +78,8 @@ class HopperProjection:
     def __init__(self, spec: HopperProjectionSpec, config: HopperProjectionConfig):
         self.spec, self.config = spec, config
         self.depth = spec.depth_tiles
-        self.takes_turns = config.stages >= self.depth  # else a turn waits for a stage that the other has to free
         self.epilogue = QuantizeEpilogue(spec) if isinstance(spec, HopperGemmQuantizeSpec) else StoreEpilogue(spec)
+        self.tiles_at_once = config.weight_tiles if self.epilogue.leaves_registers else 1
 
     @cute.jit
     def __call__(self, o: HopperProjectionOperands, num_blocks: Int32, stream):
@@ -275,10 +274,6 @@ class HopperProjection:
         sums = cute.make_rmem_tensor((2, LANE_ROWS, TILE // COLUMN_GROUP), Float32)
         if const_expr(config.is_resident):
             cute.arch.mbarrier_wait(shared.weight_full, 0)
-        group = place_of_thread().warp // 4
-        if const_expr(self.takes_turns):
-            if group == 1:
-                pass_turn(group)
         stage, parity, record, record_parity = Int32(0), Int32(0), Int32(0), Int32(0)
         turn, exchanges, is_busy = Int32(0), Int32(0), True
         while is_busy:
@@ -286,11 +281,11 @@ class HopperProjection:
             is_busy = facts.tile >= 0
             if facts.num_rows > 0:
                 cute.arch.mbarrier_wait(shared.records.full + record, record_parity)
-                first, first_parity = stage, parity
-                for index in cutlass.range(config.weight_tiles, unroll=1):
-                    operands = (product, x, weight)
-                    stage, parity = self.multiply_tile(shared, operands, sums, (index, record), (first, first_parity))
-                    exchanges = self.epilogue.store(o, shared, facts, sums, first_tile + index, exchanges)
+                operands, first, first_parity = (product, x, weight, sums, record), stage, parity
+                for index in cutlass.range(0, config.weight_tiles, self.tiles_at_once, unroll=1):
+                    stage, parity, exchanges = self.work_off(
+                        o, shared, facts, operands, (index, first, first_parity, exchanges)
+                    )
                 arrive(shared.records.empty + record)
                 record, record_parity = next_stage(record, record_parity, RECORDS)
             elif is_busy:
@@ -300,48 +295,67 @@ class HopperProjection:
                 end = cutlass.min((first_tile + config.weight_tiles) * TILE, self.spec.out_columns)
                 self.epilogue.end_tile(o, facts, (first_tile * TILE, end))
             turn += 1
-        if const_expr(self.takes_turns):
-            if group == 0:
-                await_turn(group)  # what the other passed last
         self.epilogue.clear_outside(o)
 
-    @cute.jit
-    def multiply_tile(self, shared: Shared, operands, sums: cute.Tensor, which, place):
-        """Sums of the warpgroup's rows and a column tile. → the next (stage, parity)
+    def schedule(self) -> list[tuple[str, int, int]]:
+        """What a warpgroup does with `tiles_at_once` column tiles: (action, chunk counted through them, its argument).
 
-        operands: (product, x, weight), which: (column tile of the CTA, record of scales), place: the
-        first stage and its parity.
+        "issue", "add" (with the number of chunks that may still be under way), "store". A chunk is under way while one
+        is added, and two while a column tile is stored.
         """
-        (product, x, weight), (index, record), (stage, parity) = operands, which, place
+        actions, issued, total = [], 0, self.spec.chunks * self.tiles_at_once
+        for chunk in range(total):
+            ends_tile = (chunk + 1) % self.spec.chunks == 0
+            for _ in range(issued, min(chunk + 2, total)):
+                actions.append(("issue", issued, 0))
+                issued += 1
+            actions.append(("add", chunk, issued - chunk - 1))
+            if ends_tile and issued < total:
+                actions.append(("issue", issued, 0))
+                issued += 1
+            if ends_tile:
+                actions.append(("store", chunk, 0))
+        return actions
+
+    @cute.jit
+    def work_off(self, o: HopperProjectionOperands, shared: Shared, facts: RowTile, operands, state):
+        """Multiply and store `tiles_at_once` column tiles of a row tile. → the next (stage, parity, exchanges)
+
+        operands: (product, x, weight, sums, record of scales), state: (first column tile of them, of this CTA's; first
+        stage; its parity; exchanges of maxima).
+        """
+        (product, x, weight, sums, record), (first, stage, parity, exchanges) = operands, state
         spec, config, group = self.spec, self.config, place_of_thread().warp // 4
-        a_tile = TILE // spec.chunk  # chunks of a tile of X
-        blocks, stages, products = spec.chunk // BLOCK, [], []
-        if const_expr(self.takes_turns):
-            await_turn(group)
-        for chunk in cutlass.range_constexpr(spec.chunks + 1):
-            if const_expr(chunk < spec.chunks):
-                depth, inside = chunk // a_tile, chunk % a_tile
-                if const_expr(inside == 0):
+        a_tile, blocks = TILE // spec.chunk, spec.chunk // BLOCK  # chunks of a tile of X, blocks of a chunk
+        actions, stages, products = self.schedule(), [], []
+        for position in cutlass.range_constexpr(len(actions)):
+            action, counted, pending = actions[position]
+            local, chunk = counted // spec.chunks, counted % spec.chunks
+            index = first + local
+            depth, inside = chunk // a_tile, chunk % a_tile
+            if const_expr(action == "issue"):
+                if const_expr(local == 0 and inside == 0):
                     stages.append(stage)
                     cute.arch.mbarrier_wait(shared.stages.full + stage, parity)
                     stage, parity = next_stage(stage, parity, config.stages)
-                now = stages[depth]
-                buffer = index * self.depth + depth if const_expr(config.is_resident) else now
+                buffer = index * self.depth + depth if const_expr(config.is_resident) else stages[depth]
                 products.append(accumulators(product, TILE, Float32))
                 multiply(
-                    product, products[chunk], x[None, None, None, now * WARPGROUPS + group],
+                    product, products[counted], x[None, None, None, stages[depth] * WARPGROUPS + group],
                     weight[None, None, None, buffer], False, (inside * blocks, (inside + 1) * blocks),
                 )  # fmt: skip
-            if const_expr(self.takes_turns and chunk == spec.chunks - 1):
-                pass_turn(group)
-            if const_expr(chunk > 0):
-                warpgroup.wait_group(1 if chunk < spec.chunks else 0)
-                self.add_chunk(shared, sums, products[chunk - 1], (chunk - 1, index, record))
+            elif const_expr(action == "add"):
+                warpgroup.wait_group(pending)
+                self.add_chunk(shared, sums, products[counted], (chunk, index, record))
                 settle(sums)
-                if const_expr(chunk % a_tile == 0 or chunk == spec.chunks):
+                is_read = inside == a_tile - 1 or chunk == spec.chunks - 1
+                if const_expr(local == self.tiles_at_once - 1 and is_read):
                     if index == config.weight_tiles - 1:
-                        arrive(shared.stages.empty + stages[(chunk - 1) // a_tile])
-        return stage, parity
+                        arrive(shared.stages.empty + stages[depth])
+            else:
+                column_tile = self.first_column_tile() + index
+                exchanges = self.epilogue.store(o, shared, facts, sums, column_tile, exchanges)
+        return stage, parity, exchanges
 
     @cute.jit
     def add_chunk(self, shared: Shared, sums: cute.Tensor, products: cute.Tensor, which):
@@ -363,17 +377,6 @@ class HopperProjection:
                         sums[e, r, j] = values[e, r, j] * factor
                     else:
                         sums[e, r, j] += values[e, r, j] * factor
-
-
-@cute.jit
-def await_turn(group: Int32):
-    """Wait until the other warpgroup has issued its products of a column tile."""
-    cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=128 * WARPGROUPS)
-
-
-@cute.jit
-def pass_turn(group: Int32):
-    cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - group, number_of_threads=128 * WARPGROUPS)
 
 
 def build(arch: str, spec: HopperProjectionSpec, config: HopperProjectionConfig, options: str = ""):

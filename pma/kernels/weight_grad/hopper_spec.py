@@ -69,6 +69,11 @@ class HopperWeightGradConfig:
         """Of a block of x in fp16."""
         return 2 * BLOCK * self.tile_columns
 
+    @property
+    def registers(self) -> dict[str, int]:
+        """Of a thread that multiplies, and of one that loads or converts, which is faster with more."""
+        return {"compute": 240, "others": 24} if self.tile_columns == 384 else {"compute": 208, "others": 88}
+
     def shared_bytes(self) -> int:
         """Upper bound of a CTA's shared memory."""
         return self.stages * self.stage_bytes + HALF_BLOCKS * self.half_bytes + OVERHEAD_BYTES

@@ -74,7 +74,6 @@ from pma.layouts.mxfp8 import SCALE_BIAS, SCALE_NAN
 
 LOAD_WARP = 0
 COMPUTE_WARPS = 4 * WARPGROUPS
-REGISTERS = {"compute": 240, "others": 32}
 FOLDS_OF_DOUT = BLOCKS * WARPGROUPS  # first words of a record; those of x follow, then whether the part ends here
 IS_LAST = RECORD_WORDS - 1
 HEADROOM = 7  # octaves that a payload is raised by: 448·2^7 fits fp16
@@ -172,13 +171,13 @@ class HopperWeightGrad:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp < 4:
-            cute.arch.setmaxregister_decrease(REGISTERS["others"])
+            cute.arch.setmaxregister_decrease(self.config.registers["others"])
             if warp == LOAD_WARP:
                 self.load(o, loads, shared)
             else:
                 self.convert(o, shared)
         else:
-            cute.arch.setmaxregister_increase(REGISTERS["compute"])
+            cute.arch.setmaxregister_increase(self.config.registers["compute"])
             self.compute(o, shared)
 
     @cute.jit
@@ -334,9 +333,9 @@ class HopperWeightGrad:
         target = shared.half_bytes.iterator.toint() + odd * ROW_BYTES + (eight % 8 ^ odd) * PIECE_BYTES
         target += place * self.config.half_bytes + eight // 8 * ATOM_BYTES
         for index in cutlass.range_constexpr(of_warp):
-            unit = warp * of_warp + index
+            unit = index * CONVERTERS + warp
             slab, octet = (warp, index) if const_expr(of_warp == octets) else (unit // octets, unit % octets)
-            if const_expr(units % CONVERTERS == 0) or unit < units:
+            if const_expr((index + 1) * CONVERTERS <= units) or unit < units:
                 factor = shared.records[FOLDS_OF_DOUT + block * self.atoms + slab * 2 + eight // 8, stage]
                 first = source + slab * SLAB_BYTES + octet * ATOM_BYTES
                 to = target + (octet * self.atoms + slab * 2) * ATOM_BYTES
