@@ -126,7 +126,7 @@ def trace(max_length: int) -> None:
             step()
         torch.cuda.synchronize()
     averages = sorted(profile.key_averages(), key=lambda each: -each.device_time_total)
-    for each in averages:
+    for each in averages[:24]:
         print(f"    {each.device_time_total / 5e3:9.3f} ms  {each.count / 5:5.1f}x  {each.key[:110]}", flush=True)
 
 
