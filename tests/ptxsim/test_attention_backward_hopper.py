@@ -4,9 +4,13 @@ import importlib
 from collections.abc import Callable
 
 import pytest
-from hopper_backward import CASES, call, check, gradients, make
+import torch
+from hopper_backward import CASES, call, check, expected_gradients, gradients, make
+from jagged_attention import part, spoil
 
+from pma.kernels.attention_backward.hopper_spec import choose_config
 from pma.kernels.device_facts import SM90
+from pma.layouts import MXFP8Tensor
 
 pytestmark = [pytest.mark.ptxsim]
 
@@ -24,10 +28,23 @@ def on(simulated, gpu_stand_in) -> Callable:
     return start
 
 
-@pytest.mark.parametrize("name", CASES)
+BY_DEFAULT = ("every length", "heads of 64", "seeds of each segment", "fp16 dQ", "640 seeds", "dO of many scales")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in BY_DEFAULT else pytest.mark.full) for n in CASES])
 def test_right_and_silent(on, name):
     p = CASES[name]
     with on(p.spec.num_heads):
+        actual = gradients(p)
+    check(p, actual)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1, 21))
+@pytest.mark.parametrize("name", CASES)
+def test_right_and_silent_whatever_the_order(on, name, seed):
+    p = CASES[name]
+    with on(p.spec.num_heads * (1 + seed % 2), seed):
         actual = gradients(p)
     check(p, actual)
 
@@ -42,3 +59,64 @@ def test_events_without_weight_get_zero(on):
     for gradient in (dk, dv):
         assert (gradient.data & 0x7F == 0).all() and (gradient.scales == 0).all()
     assert (dq == 0).all()
+
+
+def test_the_order_of_completion_changes_no_bit(on):
+    """With a slab of each CTA; dK and dV always."""
+    p, results = CASES["a slab of each CTA"], []
+    for seed in range(3):
+        with on(2 * p.spec.num_heads, seed):
+            results.append(gradients(p))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_neighbours_change_no_bit(on):
+    p = CASES["32 seeds, one head of 64"]
+    begins, segment = p.forward.offsets.tolist(), 2
+    alone = p._replace(
+        forward=part(p.forward, segment),
+        dout=MXFP8Tensor(*(each.unflatten(0, (len(begins) - 1, -1))[segment] for each in p.dout)),
+        delta=p.delta.unflatten(0, (len(begins) - 1, -1))[segment],
+        lse=p.lse[segment : segment + 1],
+        row_sum_log2=p.row_sum_log2[segment : segment + 1],
+    )
+    with on(1):
+        together = gradients(p)
+    with on(1):
+        single = gradients(alone)
+    for name in ("dk", "dv"):
+        whole = getattr(together, name)[begins[segment] : begins[segment + 1]]
+        assert torch.equal(whole, getattr(single, name)), name
+
+
+def test_nan_of_an_element_goes_where_the_reference_has_it(on):
+    """A NaN in K, V, Q or dO; in rows of dK and dV, in dQ, and nowhere else."""
+    p = make((40, 129, 33), 128, 1, 64)
+    begins = p.forward.offsets.tolist()
+    places = {"k": (begins[1] + 100, 5), "v": (begins[2] + 3, 7)}
+    for name, place in places.items():
+        spoiled = p._replace(forward=p.forward._replace(**{name: spoil(getattr(p.forward, name), place)}))
+        with on(1):
+            actual = gradients(spoiled)
+        for ours, theirs in zip(actual, expected_gradients(spoiled), strict=True):
+            assert torch.equal(ours.isnan(), theirs.isnan()), name
+    spoiled = p._replace(dout=spoil(p.dout, (64 + 9, 3)))
+    with on(1):
+        actual = gradients(spoiled)
+    assert actual.dv[: begins[1]].isfinite().all() and actual.dv[begins[2] :].isfinite().all()
+    assert actual.dv[begins[1] : begins[2], 3].isnan().all()
+
+
+def test_no_events_at_all(on):
+    for lengths in ((0, 0, 0), ()):
+        p = make(lengths, 128, 1, 64)
+        with on(1):
+            result = gradients(p)
+        assert all((each == 0).all() for each in result)
+
+
+def test_choices_reach_the_configuration():
+    p = make((1,), 128, 1, 200, stages=2, q_is_resident=False, slabs=7)
+    config = choose_config(p.spec, SM90, **p.choices)
+    assert (config.stages, config.q_is_resident, config.slabs) == (2, False, 7)
