@@ -20,8 +20,8 @@ BOOKKEEPING_BYTES = 2048  # barriers, scales, alignment
 FP16_MAX = 65504.0
 # The rounding choices that suit Hopper: scores fit fp16, P keeps 2.8 octaves of headroom for maxima that move late.
 HOPPER_NUMERICS = AttentionNumerics(
-    p_scale_log2=6, rescale_threshold_log2=2.8, denominator="quantized", uniform_scales=True, headroom_exponent=5,
-    folds_v_scales=True,
+    p_cast="static", p_scale_log2=6, rescale_threshold_log2=2.8, lse_sum="fp32", uniform_scales=True,
+    headroom_exponent=5, folds_v_scales=True,
 )  # fmt: skip
 
 
@@ -39,6 +39,8 @@ class HopperForwardSpec(AttentionForwardSpec):
             return f"p_cast must be 'static', got {self.numerics.p_cast!r}"
         if not self.numerics.folds_v_scales:
             return "uniform_scales and folds_v_scales must be True: Hopper's products have no block scales"
+        if self.numerics.lse_sum != "fp32":
+            return f"lse_sum must be 'fp32', got {self.numerics.lse_sum!r}"
         return None
 
 
