@@ -52,7 +52,10 @@ class StaticPRounding(MXFP8Rounding):
     def __init__(self, p_scale: float, kv_order: Order) -> None:
         if not 1.0 <= p_scale <= E4M3_MAX:
             raise ValueError(f"p_scale must lie in [1, {E4M3_MAX:g}], so that P fits E4M3, got {p_scale}")
-        super().__init__(AttentionNumerics(kv_order=kv_order, p_scale_log2=math.floor(math.log2(p_scale))))
+        exponent = math.floor(math.log2(p_scale))
+        super().__init__(AttentionNumerics(
+            p_cast="static", kv_order=kv_order, p_scale_log2=exponent, denominator="fp32", lse_sum="fp32"
+        ))  # fmt: skip
         self.p_scale = p_scale
         self.underflow: list[Tensor] = []  # for each call [C, 1, S, N] bool
 

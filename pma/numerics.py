@@ -12,7 +12,8 @@ from typing import Literal
 
 from pma.checks import check_bool, check_choice, check_finite, check_int
 
-E4M3_MAX = 448.0
+E4M3_MAX_MANTISSA, E4M3_MAX_EXPONENT = 1.75, 8
+E4M3_MAX = E4M3_MAX_MANTISSA * 2.0**E4M3_MAX_EXPONENT  # 448
 E4M3_MIN_ROUNDED_UP = 2.0**-10  # half of the least subnormal 2^-9: what is not larger rounds to zero
 MAX_FOLD_LOG2 = (
     12  # octaves that a fold of V's scales lowers P at most: 2^6, where the static scale puts 1, stays normal
@@ -29,13 +30,16 @@ class AttentionNumerics:
         kv_tile: events of one softmax step, a multiple of 32 up to 1,024; bits depend on it, since P is cast relative
             to the running maximum.
         kv_order: "reverse" takes a segment's last tile first, so that P of later tiles cannot underflow behind a
-            sink in the first events (those in the sink's own tile still can).
-        p_cast: "static" multiplies P by 2^p_scale_log2; "block" takes one scale for 32 events of a row.
-        p_scale_log2: exponent of the static P scale, forward and (plus t) backward.
+            sink in the first events (those in the sink's own tile still can). It matters with p_cast="static".
+        p_cast: "static" multiplies P, relative to the running maximum, by 2^p_scale_log2. "tile" and "block" take for
+            each row of a tile, or 32 events of it, the least power of two that keeps P within E4M3: products with
+            block scales need no common maximum.
+        p_scale_log2: exponent of the static P scale, forward (p_cast="static") and (plus t) backward.
         p_cast_backward: "row_sum" casts P·2^(p_scale_log2 + t), t = min over 32 seeds of ⌊log2 l⌋; "block" takes
             the amax of each [32, 32] block.
         rescale_threshold_log2: the running maximum moves only when exceeded by more than this (0: always exact).
         denominator: "fp32" sums P before the cast, "quantized" after it (weights then sum to one exactly).
+        lse_sum: the same for lse and ⌊log2 l⌋.
         dq_accumulation: "fp32", or "fp16" with the static scale 2^dq_scale_log2.
         dp_operands: "mxfp8", or "bf16": dP from the unquantised bf16 dO and the dequantised V.
         k_smoothing: subtract each segment's mean key before quantising (softmax does not change).
@@ -50,11 +54,12 @@ class AttentionNumerics:
 
     kv_tile: int = 128
     kv_order: Literal["reverse", "forward"] = "reverse"
-    p_cast: Literal["static", "block"] = "static"
+    p_cast: Literal["static", "tile", "block"] = "tile"
     p_scale_log2: int = 8
     p_cast_backward: Literal["row_sum", "block"] = "row_sum"
     rescale_threshold_log2: float = 0.0
-    denominator: Literal["fp32", "quantized"] = "fp32"
+    denominator: Literal["fp32", "quantized"] = "quantized"
+    lse_sum: Literal["fp32", "quantized"] = "quantized"
     dq_accumulation: Literal["fp32", "fp16"] = "fp32"
     dq_scale_log2: int = 9
     dp_operands: Literal["mxfp8", "bf16"] = "mxfp8"
@@ -67,9 +72,10 @@ class AttentionNumerics:
 
     def __post_init__(self) -> None:
         check_choice("kv_order", self.kv_order, ("reverse", "forward"))
-        check_choice("p_cast", self.p_cast, ("static", "block"))
+        check_choice("p_cast", self.p_cast, ("static", "tile", "block"))
         check_choice("p_cast_backward", self.p_cast_backward, ("row_sum", "block"))
         check_choice("denominator", self.denominator, ("fp32", "quantized"))
+        check_choice("lse_sum", self.lse_sum, ("fp32", "quantized"))
         check_choice("dq_accumulation", self.dq_accumulation, ("fp32", "fp16"))
         check_choice("dp_operands", self.dp_operands, ("mxfp8", "bf16"))
         check_int("kv_tile", self.kv_tile, least=32, most=1024)
@@ -89,7 +95,7 @@ class AttentionNumerics:
                 f"uniform_scales={self.uniform_scales} and p_cast={self.p_cast!r}"
             )
         check_finite("rescale_threshold_log2", self.rescale_threshold_log2)
-        threshold = self.rescale_threshold_log2 if self.p_cast == "static" else 0.0  # a block's own scale adapts
+        threshold = self.rescale_threshold_log2 if self.p_cast == "static" else 0.0  # the scale adapts
         if self.p_scale_log2 + threshold > math.log2(E4M3_MAX):
             raise ValueError(
                 "p_scale_log2 + rescale_threshold_log2 must be at most log2(448) = 8.807, so that P fits E4M3, got "
@@ -115,8 +121,8 @@ class AttentionNumerics:
 
 # What suits Hopper: scores and dP fit fp16, P keeps 2.8 octaves of headroom for maxima that move late.
 HOPPER_NUMERICS = AttentionNumerics(
-    p_scale_log2=6, rescale_threshold_log2=2.8, denominator="quantized", uniform_scales=True, headroom_exponent=5,
-    dp_headroom_exponent=5, folds_v_scales=True,
+    p_cast="static", p_scale_log2=6, rescale_threshold_log2=2.8, lse_sum="fp32", uniform_scales=True,
+    headroom_exponent=5, dp_headroom_exponent=5, folds_v_scales=True,
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ def test_normal_range():
 @pytest.mark.parametrize("exponent", [0, 4, 8])
 def test_power_of_two_is_the_mxfp8_rounding(small, exponent, order):
     problem = small.with_sink(6)
-    numerics = AttentionNumerics(kv_order=order, p_scale_log2=exponent)
+    numerics = replace(StaticPRounding(2.0**exponent, order).numerics, p_scale_log2=exponent)
     expected = attention_forward(problem.operands(), problem.shape, MXFP8Rounding(numerics))
     actual = attention_forward(problem.operands(), problem.shape, StaticPRounding(2.0**exponent, order))
     assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
@@ -221,7 +222,7 @@ def test_order_is_obeyed_by_lazy_rescaling(small, threshold):
     zeros = {}
     for order in ORDERS:
         rounding = StaticPRounding(16.0, order)
-        rounding.numerics = AttentionNumerics(kv_order=order, p_scale_log2=4, rescale_threshold_log2=threshold)
+        rounding.numerics = replace(rounding.numerics, rescale_threshold_log2=threshold)
         attention_forward(problem.operands(), problem.shape, rounding)
         zeros[order] = torch.cat(rounding.underflow).double().mean()
     assert zeros["forward"] > 2 * zeros["reverse"]

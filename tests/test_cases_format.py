@@ -112,7 +112,7 @@ def test_c05_every_pad_byte_is_defined(lengths: tuple[int, ...], direction: str,
 )
 def test_c11_records_without_headroom_are_refused(p_scale_log2: int, threshold: float, fits: bool) -> None:
     """A P scale and a lazy maximum that together pass 448 must be refused: P would saturate, its sum would not."""
-    choices = {"p_scale_log2": p_scale_log2, "rescale_threshold_log2": threshold}
+    choices = {"p_cast": "static", "p_scale_log2": p_scale_log2, "rescale_threshold_log2": threshold}
     if fits:
         assert pma.AttentionNumerics.from_token(pma.AttentionNumerics(**choices).token()) == pma.AttentionNumerics(
             **choices
@@ -127,7 +127,10 @@ def test_c11_records_without_headroom_are_refused(p_scale_log2: int, threshold: 
 @pytest.mark.parametrize("length", [127, 128, 129, 130, 257])
 def test_c11_a_late_maximum_is_not_clipped(length: int, p_scale_log2: int, threshold: float, order: str) -> None:
     """The largest score, 3.9 octaves above what came before and in the last tile, must keep its weight."""
-    numerics = pma.AttentionNumerics(kv_order=order, p_scale_log2=p_scale_log2, rescale_threshold_log2=threshold)
+    numerics = pma.AttentionNumerics(
+        p_cast="static", kv_order=order, p_scale_log2=p_scale_log2, rescale_threshold_log2=threshold,
+        denominator="fp32", lse_sum="fp32",
+    )  # fmt: skip
     shape, rounding, dim = AttentionShape(1, 1), MXFP8Rounding(numerics), 64
     for peak in (0, length - 1):
         k, v, q = torch.zeros(length, dim), torch.zeros(length, dim), torch.zeros(1, dim)

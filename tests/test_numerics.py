@@ -1,5 +1,6 @@
 """AttentionNumerics: the record, its rules, and what each option buys."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import torch
 
 from pma import AttentionNumerics, underflow_fraction, underflow_threshold
 from pma.layouts import MXFP8Tensor, dequantize, quantize
+from pma.layouts.mxfp8 import round_e4m3
 from pma.reference import operators as reference
 from pma.reference.attention import (
     AttentionShape,
@@ -22,17 +24,19 @@ from pma.testing import make_jagged, make_pma, relative_error, run_with_gradient
 
 RECORDS = [
     AttentionNumerics(),
-    AttentionNumerics(kv_order="forward"),
+    AttentionNumerics(p_cast="static", kv_order="forward"),
+    AttentionNumerics(p_cast="static"),
     AttentionNumerics(p_cast="block"),
     AttentionNumerics(p_cast_backward="block"),
-    AttentionNumerics(p_scale_log2=6, rescale_threshold_log2=2.0),
-    AttentionNumerics(denominator="quantized"),
+    AttentionNumerics(p_cast="static", p_scale_log2=6, rescale_threshold_log2=2.0),
+    AttentionNumerics(p_cast="static", denominator="fp32"),
+    AttentionNumerics(lse_sum="fp32"),
     AttentionNumerics(dq_accumulation="fp16"),
     AttentionNumerics(dp_operands="bf16"),
     AttentionNumerics(k_smoothing=True),
     AttentionNumerics(repeated_max_guard=True),
     AttentionNumerics(uniform_scales=True, headroom_exponent=5),
-    AttentionNumerics(uniform_scales=True, folds_v_scales=True),
+    AttentionNumerics(p_cast="static", uniform_scales=True, folds_v_scales=True),
     AttentionNumerics(kv_tile=64),
 ]
 
@@ -50,7 +54,7 @@ def test_token_round_trip_and_hash(record):
         {"p_cast": "none"},
         {"kv_tile": 48},
         {"p_scale_log2": 9},
-        {"p_scale_log2": 8, "rescale_threshold_log2": 1.0},
+        {"p_scale_log2": 8, "rescale_threshold_log2": 1.0, "p_cast": "static"},
         {"rescale_threshold_log2": -1.0},
         {"rescale_threshold_log2": math.nan},
         {"kv_tile": 1 << 20},
@@ -114,9 +118,53 @@ def test_reverse_order_with_256_loses_nothing_that_forward_with_1_loses():
     )
     errors = {}
     for order, log2 in (("forward", 0), ("reverse", 8)):
-        rounding = MXFP8Rounding(AttentionNumerics(kv_order=order, p_scale_log2=log2))
+        rounding = MXFP8Rounding(AttentionNumerics(p_cast="static", kv_order=order, p_scale_log2=log2))
         errors[order] = relative_error(attention_forward(operands, shape, rounding).out, exact.out) ** 2
     assert errors["forward"] > 3 * errors["reverse"]
+
+
+def test_casts_with_scales_of_their_own_keep_what_stands_behind_a_sink():
+    """Whatever the order: P of every tile but the sink's is relative to that tile's own maximum."""
+    operands, shape = sink_problem(sink_strength=25.0)
+    exact = attention_forward(
+        operands._replace(q=operands.q.double(), k=operands.k.double()), shape, PlainRounding(torch.float64)
+    )
+    errors = {}
+    for cast, order in itertools.product(("static", "tile", "block"), ("forward", "reverse")):
+        rounding = MXFP8Rounding(AttentionNumerics(p_cast=cast, kv_order=order))
+        result = attention_forward(operands, shape, rounding)
+        errors[cast, order] = relative_error(result.out, exact.out)
+    for cast in ("tile", "block"):
+        assert errors[cast, "forward"] == errors[cast, "reverse"] <= errors["static", "forward"]
+
+
+@pytest.mark.parametrize("cast", ["tile", "block"])
+def test_p_with_scales_of_its_own_fills_e4m3(cast):
+    """The largest P of each tile, or block, lies in (224, 448] before the cast, where 2^8 puts 1."""
+    seen = []
+
+    class Recording(MXFP8Rounding):
+        def p_forward(self, p):
+            seen.append(p)
+            return super().p_forward(p)
+
+    operands, shape = sink_problem(num_keys=256)
+    attention_forward(operands, shape, Recording(AttentionNumerics(p_cast=cast)))
+    largest = torch.cat(seen).amax(-1)
+    largest = largest[largest > 0]  # slots without a tile
+    assert (largest > 0.875).all() and (largest <= 1.75).all()
+
+
+def test_sums_after_the_cast_make_lse_that_of_the_cast_p():
+    """Two events, the second 0.3 octaves lower: P is rounded, and so is their sum, in out and in lse alike."""
+    q, k = torch.ones(1, 32), torch.zeros(2, 32)
+    k[1] = -0.3 * math.log(2) / math.sqrt(32)
+    operands, shape = Operands(q, k, torch.ones(2, 32), torch.tensor([0, 2])), AttentionShape(1, 1)
+    result = attention_forward(operands, shape, MXFP8Rounding(AttentionNumerics()))
+    rounded = round_e4m3(torch.tensor([256.0, 256.0 * 2**-0.3])).sum() / 256
+    assert (result.out == 1).all() and math.isclose(result.lse.item(), math.log(rounded), rel_tol=1e-6)
+    exact = attention_forward(operands, shape, MXFP8Rounding(AttentionNumerics(lse_sum="fp32")))
+    assert math.isclose(exact.lse.item(), math.log(1 + 2**-0.3), rel_tol=1e-6)
 
 
 def test_threshold_formula():
@@ -163,7 +211,9 @@ def test_repeated_max_guard_keeps_p_below_one_where_maxima_repeat():
     q, k, v = torch.ones(1, 32), torch.ones(6, 32), torch.randn(6, 32)
     operands, shape = Operands(q, k, v, torch.tensor([0, 6])), AttentionShape(1, 1)
     for guard in (False, True):
-        result = attention_forward(operands, shape, Recording(AttentionNumerics(repeated_max_guard=guard)))
+        result = attention_forward(
+            operands, shape, Recording(AttentionNumerics(p_cast="static", repeated_max_guard=guard))
+        )
         assert relative_error(result.out[0, 0], v.mean(0)) < 2.0**-4
     assert seen[0] == 1.0 and abs(seen[1] - math.sqrt(0.5)) < 2.0**-20
 
@@ -226,7 +276,7 @@ def test_v_scales_folded_into_p_change_only_what_underflows():
     """A block of V 20 octaves below the rest keeps its large P; equal scales change no bit."""
     events, offsets = make_jagged([64, 40], 64)
     q = quantize(torch.randn(5, 64), torch.tensor([0, 5]), columns_per_scale=32)
-    plain = AttentionNumerics(uniform_scales=True)
+    plain = AttentionNumerics(p_cast="static", denominator="fp32", uniform_scales=True)
 
     def out(v, record):
         shape = AttentionShape(5, 2)

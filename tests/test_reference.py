@@ -52,7 +52,7 @@ def test_empty_segments_have_lse_minus_infinity_and_zero_output():
 def test_lse_is_that_of_the_dequantised_operands():
     events, offsets = make_jagged([300], 64)
     q_rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
-    _, lse, *_ = run(q_rows, events, offsets)
+    _, lse, *_ = run(q_rows, events, offsets, '{"lse_sum": "fp32"}')
     q = ops.dequantize(*quantised(q_rows, 5), torch.tensor([0, 5])).double().view(5, 2, 32).transpose(0, 1)
     k = ops.dequantize(*ops.quantize(events, offsets, 32), offsets).double().view(300, 2, 32).transpose(0, 1)
     expected = torch.logsumexp(q @ k.transpose(1, 2) / 32**0.5, -1)

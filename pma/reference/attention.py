@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pma.jagged import RowBlocks, row_block_starts, row_blocks
-from pma.numerics import AttentionNumerics
+from pma.numerics import E4M3_MAX_MANTISSA, AttentionNumerics
 from pma.reference.folded import Folding
 from pma.reference.rounding import Rounding
 
@@ -46,7 +46,9 @@ class ForwardResult(NamedTuple):
 
     out: Tensor  # [B, S, E] float32 (float64 for float64 operands)
     lse: Tensor  # [B, H, S], natural log
-    row_sum_log2: Tensor  # [B, H, S] int32, ⌊log2 l⌋, l relative to the final running maximum; folded: to the largest
+    # [B, H, S] int32, ⌊log2 l⌋: l relative to the final running maximum, or to its `_whole_octaves` where P is; with
+    # folded scales relative to the largest score
+    row_sum_log2: Tensor
 
 
 class BackwardInputs(NamedTuple):
@@ -97,6 +99,8 @@ def attention_forward(operands: Operands, shape: AttentionShape, rounding: Round
         maxima = _tile_maxima(operands, shape, rounding, tiles)
         running = running_maximum(maxima, tiles.segment, numerics, scale_log2)
         final_max = running[_last_tile(offsets, tiles, numerics.kv_tile, numerics.kv_order)]
+        if numerics.p_cast != "static":
+            running, final_max = (_whole_octaves(each, scale_log2) for each in (maxima, final_max))
         for chunk in _chunks(operands, shape, tiles, numerics.kv_tile):
             scores, tile_max = _scores(chunk, k.dtype), running[chunk.tiles]
             p = _exp2_difference(scores, _finite(tile_max)[..., None], scale_log2)
@@ -107,10 +111,11 @@ def attention_forward(operands: Operands, shape: AttentionShape, rounding: Round
             rounded_sum.index_add_(0, chunk.segment, rounded.sum(-1) * weight)
     total = (row_sum if numerics.denominator == "fp32" else rounded_sum).to(k.dtype)[..., None].double()
     out = torch.where(total == 0, 0.0, out / total).to(k.dtype)
-    sums = row_sum.to(k.dtype)
+    sums = (row_sum if numerics.lse_sum == "fp32" else rounded_sum).to(k.dtype)
     lse = (final_max.double() / math.sqrt(head_dim) + sums.double().log()).to(k.dtype)
     if operands.v_fold is not None and num_segments and k.shape[0]:
-        largest = torch.full_like(final_max, -math.inf).index_reduce_(0, tiles.segment, maxima, "amax")
+        last = _last_tile(offsets, tiles, numerics.kv_tile, "forward")
+        largest = _scan_maximum(maxima, tiles.segment, 0.0)[last]
         sums = sums * _exp2_difference(final_max, _finite(largest), _scale_log2(head_dim))
     return ForwardResult(out.transpose(1, 2).flatten(2), lse, _floor_log2(sums))
 
@@ -278,6 +283,11 @@ def _exp2_difference(value: Tensor, reference: Tensor, scale_log2: float) -> Ten
 def _exp2(exponent: Tensor) -> Tensor:
     """Correctly rounded 2^exponent: torch's fp32 exp2 differs by an ulp between vector lanes and loop tails."""
     return torch.exp2(exponent.double()).to(exponent.dtype)
+
+
+def _whole_octaves(maximum: Tensor, scale_log2: float) -> Tensor:
+    """The score of the least power of two of which weights are at most 1.75 times, as E4M3 allows. → float64"""
+    return torch.ceil(maximum.double() * scale_log2 - math.log2(E4M3_MAX_MANTISSA)) / scale_log2
 
 
 def _finite(maximum: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pma.layouts.mxfp8 import BLOCK, round_e4m3
 from pma.layouts.quantize import quantize_blocks
-from pma.numerics import AttentionNumerics
+from pma.numerics import E4M3_MAX_EXPONENT, AttentionNumerics
 
 
 class Rounding(Protocol):
@@ -20,7 +20,7 @@ class Rounding(Protocol):
     numerics: AttentionNumerics
 
     def p_forward(self, p: Tensor) -> Tensor:
-        """P relative to the running maximum, for P V."""
+        """P for P V, relative to the running maximum (p_cast="static") or to a power of two of the tile's own."""
         ...
 
     def p_backward(self, p: Tensor, row_sum_log2: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class PlainRounding:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.numerics = AttentionNumerics()
+        self.numerics = AttentionNumerics(p_cast="static", denominator="fp32", lse_sum="fp32")
 
     def p_forward(self, p: Tensor) -> Tensor:
         return p.to(self.dtype).double()
@@ -58,7 +58,7 @@ class MXFP8Rounding:
     def p_forward(self, p: Tensor) -> Tensor:
         if self.numerics.p_cast == "block":
             return quantize_blocks(p, rows=1)
-        scale = 2.0**self.numerics.p_scale_log2
+        scale = 2.0 ** (self.numerics.p_scale_log2 if self.numerics.p_cast == "static" else E4M3_MAX_EXPONENT)
         return round_e4m3(p * scale).double() / scale
 
     def p_backward(self, p: Tensor, row_sum_log2: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +23,7 @@ from pma.numerics import AttentionNumerics
 from pma.reference import operators as reference
 from pma.reference.attention import AttentionShape, Operands, attention_forward
 from pma.reference.rounding import PlainRounding
-from pma.testing import KERNEL_BUDGET, ULPS_FP32, relative_error
+from pma.testing import E4M3_ROUNDING, KERNEL_BUDGET, ULPS_FP32, relative_error
 
 pytestmark = [pytest.mark.ptxsim]
 POISON = 0xFF
@@ -135,7 +136,9 @@ def check(p: Problem, actual) -> None:
     assert (actual.row_sum_log2[is_empty] == -127).all()
     there = ~is_empty
     magnitude = 1 + lse[there].abs().max() if there.any() else 1
-    assert ((actual.lse[there] - lse[there]).abs() <= ULPS_FP32 * magnitude * 4).all()
+    difference = (actual.lse[there] - lse[there]).abs()  # a score's last bit may move a P by a step of E4M3
+    assert (difference > ULPS_FP32 * magnitude * 4).double().sum() <= 1 + 0.05 * difference.numel()
+    assert (difference <= 2 * E4M3_ROUNDING).all()
     differs = actual.row_sum_log2 != row_sum_log2
     log2 = (true.lse - true.lse.floor())[differs]
     assert differs.double().mean() < 0.2, log2
@@ -153,20 +156,17 @@ CASES = {
     "seeds of each segment, heads of 64": make_problem(SHORT, 64, 2, 128, is_shared=False),
     "scales of P by block": make_problem(SHORT, 128, 1, 200, numerics=AttentionNumerics(p_cast="block")),
     "forward order": make_problem(SHORT, 128, 1, 200, numerics=AttentionNumerics(kv_order="forward")),
-    "quantised sum": make_problem(SHORT, 128, 1, 200, numerics=AttentionNumerics(denominator="quantized")),
-    "lazy rescaling, sharp scores": make_problem(
-        SHORT, 128, 1, 200, spread=4.0, numerics=AttentionNumerics(p_scale_log2=4, rescale_threshold_log2=4.0)
+    "scales by block, forward order": make_problem(
+        SHORT, 128, 1, 200, numerics=AttentionNumerics(p_cast="block", kv_order="forward")
     ),
-    "scales by block, quantised sum": make_problem(
-        SHORT, 128, 1, 200, numerics=AttentionNumerics(p_cast="block", denominator="quantized", kv_order="forward")
-    ),
+    "sharp scores": make_problem(SHORT, 128, 1, 200, spread=4.0),
     "bf16": make_problem(SHORT, 128, 1, 200, dtypes=(torch.bfloat16, torch.int64)),
     "fp16, int32 offsets": make_problem((40,), 128, 1, 200, dtypes=(torch.float16, torch.int32)),
     "whole tiles only": make_problem((128, 256, 128, 384), 128, 1, 200),
     "steps of one tile": make_problem(STEPS_OF_ONE_TILE, 128, 1, 200),
     "steps of one tile, seeds of each segment": make_problem(STEPS_OF_ONE_TILE, 64, 2, 128, is_shared=False),
 }
-ELSEWHERE = ("one seed", "32 seeds, one head of 64", "forward order", "quantised sum", "bf16")  # only with -m full
+ELSEWHERE = ("one seed", "32 seeds, one head of 64", "forward order", "bf16")  # only with -m full
 PLACES = [(name, SM100) for name in CASES if name not in ELSEWHERE]
 PLACES += [(name, SM103) for name in ("every length", "scales of P by block")]
 
@@ -194,7 +194,7 @@ CHOICES = {
     "num_seeds": (1, 32, 128, 200, 512),
     "num_heads": (1, 3),
     "head_dim": (64, 128),
-    "p_cast": ("static", "block"),
+    "p_cast": ("tile", "block"),
     "kv_order": ("reverse", "forward"),
     "is_shared": (True, False),
 }
@@ -263,8 +263,7 @@ def test_neighbours_change_no_bit(on):
 NAN_LENGTHS = (32,) * 16 + (40, 300, 300, 60, 300)
 NAN_CASES = [
     (SM100, DEFAULT),
-    (SM100, CASES["scales by block, quantised sum"].spec.numerics),
-    (SM100, CASES["lazy rescaling, sharp scores"].spec.numerics),
+    (SM100, CASES["scales by block, forward order"].spec.numerics),
     (SM103, DEFAULT),
 ]
 
@@ -278,7 +277,7 @@ def spoiled(p: Problem) -> Problem:
     return p._replace(q=spoil(p.q, (5, 2)), k=spoil(p.k, *keys), v=spoil(p.v, *values))
 
 
-@pytest.mark.parametrize(("facts", "numerics"), NAN_CASES, ids=["static", "block", "lazy", "sm_103a"])
+@pytest.mark.parametrize(("facts", "numerics"), NAN_CASES, ids=["tile", "block", "sm_103a"])
 def test_nan_of_an_element_goes_where_the_reference_has_it(on, facts, numerics):
     """Whichever unit computes the event's exponential, and nowhere else."""
     p = make_problem(NAN_LENGTHS, 128, 1, 200, numerics=numerics)
@@ -294,14 +293,39 @@ def test_nan_of_an_element_goes_where_the_reference_has_it(on, facts, numerics):
         assert torch.equal(after[~lse.isnan()], before[~lse.isnan()])
 
 
-@pytest.mark.parametrize(("denominator", "error"), [("quantized", ULPS_FP32), ("fp32", 0.01)])
-def test_equal_values_come_back(on, denominator, error):
-    """V = 1: exactly with the sum of the cast P, but for the reciprocal; within 1 % with that of P."""
-    p = make_problem(SHORT, 128, 1, 200, numerics=AttentionNumerics(denominator=denominator))
+@pytest.mark.parametrize("cast", ["tile", "block"])
+def test_equal_values_come_back(on, cast):
+    """V = 1 exactly, but for the reciprocal: the sum is of the cast P."""
+    p = make_problem(SHORT, 128, 1, 200, numerics=AttentionNumerics(p_cast=cast))
     p = p._replace(v=quantize(torch.ones(p.v.data.shape), p.offsets))
     with on(1):
         out = attend(p).out[[0, 2, 3]]
-    assert relative_error(out, torch.ones_like(out)) <= error
+    assert relative_error(out, torch.ones_like(out)) <= ULPS_FP32
+
+
+def climbing(p: Problem, octaves: tuple[float, ...]) -> Problem:
+    """Tile j of each segment scores about `octaves[j]` in every row, in the order that the kernel takes them."""
+    steps = len(octaves)
+    assert set(p.offsets.diff().tolist()) == {steps * 128} and p.spec.numerics.kv_order == "forward"
+    q, k = torch.ones(p.q.data.shape), torch.zeros(p.k.data.shape)
+    rows = torch.arange(k.shape[0]) - HEAD
+    for step, octave in enumerate(octaves):
+        k[(rows // 128) % steps == step] = octave * math.log(2) / math.sqrt(p.spec.head_dim)
+    k += torch.randn(k.shape, generator=torch.Generator().manual_seed(5)) / 64
+    return p._replace(q=quantize(q, p.seed_offsets), k=quantize(k, p.offsets))
+
+
+@pytest.mark.parametrize("facts", [SM100, SM103], ids=["sm_100a", "sm_103a"])
+@pytest.mark.parametrize(
+    "octaves", [(0.0, 60.0, 65.0, 130.0), (-2000.0, 10.0, 1500.0, 1400.0), (20.0, -30.0, -400.0, 19.0)], ids=str
+)
+def test_rows_that_outgrow_what_they_are_relative_to(on, octaves, facts):
+    """O and its sum are rescaled, once or twice in a row, by either warpgroup; small tiles beside great ones vanish."""
+    numerics = AttentionNumerics(kv_order="forward")
+    p = climbing(make_problem((512, 512), 128, 1, 200, numerics=numerics), octaves)
+    with on(1, facts=facts):
+        actual = attend(p)
+    check(p, actual)
 
 
 def test_one_event_returns_its_value(on):
@@ -335,4 +359,4 @@ def test_every_wait_of_the_product_is_needed(gpu_stand_in, waits_of_the_product)
             check(p, attend(p))
 
     verdicts = waits_of_the_product(case, opener="setmaxnreg")
-    assert len(verdicts) == 6, "for Q, K, S read; V, P with the first piece of O, the second"
+    assert len(verdicts) == 6, "for Q, K, S read; O read, V, P"

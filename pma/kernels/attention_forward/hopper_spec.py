@@ -34,6 +34,8 @@ class HopperForwardSpec(AttentionForwardSpec):
             return f"p_cast must be 'static', got {self.numerics.p_cast!r}"
         if not self.numerics.folds_v_scales:
             return "uniform_scales and folds_v_scales must be True: Hopper's products have no block scales"
+        if self.numerics.lse_sum != "fp32":
+            return f"lse_sum must be 'fp32', got {self.numerics.lse_sum!r}"
         return None
 
 

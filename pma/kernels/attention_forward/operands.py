@@ -42,16 +42,15 @@ class Shared(NamedTuple):
     seeds: Ring  # of the seed tile of a segment: loads → product
     scores: cute.Pointer  # S(j) is there: product → softmax
     drained: cute.Pointer  # S(j) has been read: softmax → product
-    weights: cute.Pointer  # [2 pieces, 2]: P(j) is there (piece 0 only), the piece of O may be added to → product
-    sums: cute.Pointer  # [2 pieces, 2]: P(j) V(j) is in the piece of O: product → correction, softmax
-    moved: cute.Pointer  # [4 warps, 4]: `moves` of tile j are there: softmax → correction, the other warpgroup
-    turns: cute.Pointer  # [4 warps, 2]: most exponentials of tile j are issued: softmax → the other warpgroup
-    ends: Ring  # one: totals and divisors of a segment: softmax → correction
+    weights: cute.Pointer  # P(j) and its scales are there: softmax → product
+    sums: cute.Pointer  # P(j) V(j) is in O, P(j) 1 in l: product → correction, softmax
+    ends: Ring  # one: exponents of a segment are there: softmax → correction; they, O and l have been read → both
     tensor_memory: cute.Pointer  # where its address is told
-    moves: cute.Tensor  # [2, 128, 4] float32: what P's rows are relative to from tile j on, and the factor of O's
-    totals: cute.Tensor  # [128, 2] float32: sums of P's rows over every other tile
-    divisors: cute.Tensor  # [128, 2] float32: the same of the cast P
+    references: cute.Tensor  # [128] float32: r, the exponent that O's rows are relative to
+    exponents: cute.Tensor  # [2, 128, 2] float32: of a segment's rows, r and the greatest, from each warpgroup
     p_scales: cute.Tensor  # [512, 2] bytes
+    one_scales: cute.Tensor  # [512] bytes
+    ones: cute.Tensor  # [8·128] bytes: what P is multiplied by for its sum
     q_bytes: cute.Tensor  # [128·D, buffers]
     q_scales: cute.Tensor  # [512, buffers] bytes
     k_bytes: cute.Tensor  # [128·D, buffers]
@@ -64,13 +63,15 @@ class Place(NamedTuple):
     """Where a softmax warp works."""
 
     group: Int32  # its warpgroup, 0 or 1
-    quarter: Int32  # of the rows
+    own_turn: Int32  # named barriers: behind the other warpgroup's exponentials
+    other_turn: Int32  # and behind this one's
+    tensor_memory: cute.Pointer  # O
     scores: cute.Pointer  # tensor memory
     weights: cute.Pointer  # tensor memory
 
 
 class Row(NamedTuple):
-    """What a thread has summed of its row over the tiles of its warpgroup, relative to the maximum of the last."""
+    """What a thread knows of its row from the tiles of its warpgroup."""
 
-    total: Float32  # sum of P, in units of its static scale
-    divisor: Float32  # the same of the cast P, if it is asked for
+    reference: Float32  # r at the last of them
+    highest: Float32  # the greatest exponent

@@ -1,6 +1,6 @@
 """Attention forward on Blackwell: all products block-scaled MXFP8, softmax in fp32, jagged keys.
 
-    S = Q Kᵀ    p = exp2((s − m)·c)    O = Σ P V    out = O / l    with c = log2(e)/sqrt(D), l = Σ p
+    S = Q Kᵀ    P = exp2(S·c − e)    l = Σ 2^e P 1    O = Σ 2^e P V    out = O / l    with c = log2(e)/sqrt(D)
 
 Each CTA keeps one head and 128 seeds and goes through its segments, the longest first, one KV tile j of 128 events
 after the other, in the order that `AttentionNumerics` says. Seeds that all segments share stay in shared memory.
@@ -8,39 +8,41 @@ Payload comes by TMA from the jagged rows, scale tiles from their slots (split a
 where the segment does, so zeros come behind it (0 times a neighbour's NaN would be NaN), and products over blocks of
 32 events that don't exist are not issued: no pad byte is used.
 
+P's scale factors carry the maximum. Each row of a tile, or each 32 events of it, has an exponent e of its own, the
+least of which the weights are at most 1.75·2^e; what is stored is P·2^8, and its scale byte says 2^(e − 8 − r). r is
+what the row's O is relative to, e of the segment's first tile, so neither O nor a running maximum moves from tile to
+tile. Only where e exceeds r by more than 32 is r raised and O rescaled. l is the product of the same P with ones, in
+eight columns beside O.
+
 The two CTAs of a cluster (`ctas`) have neighbouring seed tiles of a head and the same segments. Each loads half of
 every tile of K and V and of its scales into both.
 
-Warps: 0 products S · 1 products P V · 2 loads · 3 makes registers free · 4–7 correction: rescale O when a maximum
-moves, divide and store · 8–11 and 12–15 softmax, a row in each thread. Softmax's warpgroups take KV tiles in turn,
-j and j + 1 at the same time, so that exponentials of one run while the other loads, casts and sums. A row's maximum
-passes from one to the other through shared memory; each keeps the sum over its own tiles, and correction adds the two.
+Warps: 0 products S · 1 products P V and P 1 · 2 loads · 3 makes registers free · 4–7 divide and store · 8–11 and 12–15
+softmax, a row in each thread. Softmax's warpgroups take KV tiles in turn, j and j + 1 at the same time, and their warps
+of the same rows take turns at exponentials, so that those of one run while the other loads, casts and stores.
 
-Tensor memory (`spec.py`) has two buffers of S, of P and of all scales but V's, which have four: nothing overlaps.
+Tensor memory (`spec.py`) has two buffers of S, of P and of all scales: nothing overlaps.
 
     who          before        waits for          because
     loads        K, V          `empty`            the products of both CTAs of the cluster have read what was there
     loads        the CTA ends  `empty` of all     the other CTA arrives here no more
     S product    S(j)          `drained`          S(j−2) is in registers, hence its product and scales are done too
-    P V product  scales of V   nothing            `weights` of j−1 came behind P V of j−4, whose scales these replace
-    P V product  O += P V      `weights`, piece 0 P(j) is stored, and the piece of O has been rescaled
-                               `weights`, piece 1 the piece of O has been rescaled
-    softmax      its maximum   `moved` of j−1     that of the tile before is there, from the warp of the same rows
+    P V product  a segment     `ends.empty`       O and l of the segment before have been read
+    P V product  O += P V      `weights`          P(j) and its scales are stored, behind P V of j−2, whose scales go
+    softmax      its maximum   `scores`           S(j) is there
+    softmax      exponentials  its turn           the warp of the same rows has issued those of j−1, and has set r
     softmax      storing P(j)  `sums` of j−2      the product has read P(j−2) and its scales
-    softmax      exponentials  `turns` of j−1     (sm_103a) the warp of the same rows has issued most of its own
-    correction   the factor    `moved` of j
-    correction   a piece of O  `sums` of j−1      P V of j−1 is in it
-                               `sums` of j−2      without a move: nobody arrives twice in one phase of `weights`
-    softmax      a segment's   `ends.empty`       correction has read the sums of the segment before
-                 sums
+    softmax      rescaling O   `sums` of j−1      P V of j−1 is in it; that of j waits for this warp's P
+                               `sums` of j−2      before, so that the phase awaited is not the one before it
+    softmax      a segment's   `ends.empty`       those of the segment before have been read
+                 exponents
+    correction   O and l       `ends.full`        the segment's r, and its greatest e
+                               `sums` of j        the segment's last product is in them
 
-`moved` has four slots. Slot j is written again for j + 4, by a warp that has waited for P V of j, which correction
-allowed after reading the slot, and for `moved` of j + 3, behind that of j + 1, whose warp had read it. O has two pieces
-of 64 columns with barriers of their own: while one is rescaled the tensor core adds to the other. Correction allows the
-first step of a segment to overwrite O when it has read the rows of the segment before.
+A turn passes by two named barriers for each pair of warps, since it says nothing of the tensor core.
 
-Bound, for two KV tiles at D = 128: 1,024 clocks of the tensor core and, on B200, 2,048 of exponentials, 1,300 with 6 of
-16 emulated, on GB300 1,024. What takes longest is issue: DESIGN.md, attention forward.
+Bound, for two KV tiles at D = 128: 1,056 clocks of the tensor core and, on B200, 2,048 of exponentials, 1,300 with 6 of
+16 emulated, on GB300 1,024. DESIGN.md, attention forward.
 """
 
 import math
@@ -67,15 +69,16 @@ from pma.kernels.attention_forward.shares import Attended, Share, SharesOfCtas, 
 from pma.kernels.attention_forward.spec import (
     BUFFERS,
     CORRECTION_WARPS,
+    ONE_SCALE_COLUMN,
     P_COLUMN,
     P_COLUMNS,
     P_SCALE_COLUMN,
-    PIECE,
     QK_SCALE_COLUMN,
     SCALE_COLUMNS,
     SCORE_COLUMN,
-    SLOTS,
     SOFTMAX_WARPS,
+    SUM_COLUMN,
+    SUM_COLUMNS,
     TENSOR_COLUMNS,
     TILE,
     V_SCALE_COLUMN,
@@ -84,8 +87,7 @@ from pma.kernels.attention_forward.spec import (
     choose_config,
 )
 from pma.kernels.blocks.block_product import BLOCKS, Operand, TensorOperand, multiply_tiles
-from pma.kernels.blocks.block_scales import block_scale, inverse_scale, scale_byte
-from pma.kernels.blocks.exponential import exp2_of_row
+from pma.kernels.blocks.exponential import ROUND_TO_INTEGER, exp2_of_row
 from pma.kernels.blocks.masks import mask_behind
 from pma.kernels.blocks.memory import element_pointer, store_words
 from pma.kernels.blocks.ring import Ring, arrive, drain, init_ring, meet, next_stage
@@ -105,14 +107,18 @@ from pma.kernels.device_facts import device_facts, num_multiprocessors
 from pma.layouts import BLOCK
 from pma.layouts.mxfp8 import SCALE_ONE
 from pma.layouts.scale_tiles import TILE_BYTES
+from pma.numerics import E4M3_MAX_EXPONENT, E4M3_MAX_MANTISSA
 
 # The warps with few instructions and long chains come first: where a scheduler prefers the oldest, it is they.
 SCORE_WARP, SUM_WARP, LOAD_WARP = 0, 1, 2
 FIRST_CORRECTION_WARP, FIRST_SOFTMAX_WARP = 4, 4 + CORRECTION_WARPS
-# Of a softmax and a correction warp: polynomials take more, and correction then has 32 columns at a time.
-REGISTERS, REGISTERS_WITH_POLYNOMIALS, REGISTERS_OF_OTHERS = (184, 96), (192, 80), 48
+REGISTERS, REGISTERS_OF_OTHERS = (192, 80), 48  # of a softmax and a correction warp
 CHUNK = 32  # columns of tensor memory that an instruction moves
-EARLY = 96  # exponentials of a row after which the other warpgroup may begin its own
+FIRST_TURN, THREADS_OF_TURN = 1, 64  # named barriers: two of each of the four pairs of softmax warps
+RESCALED = 16  # the same, where registers hold a row of P
+MOST_ABOVE = 32.0  # octaves that a row's largest weight may exceed what O is relative to
+LEAST_SCORE = -(2.0**20)  # stands for −∞, whose exponent would make P = NaN
+ONE = 0x38  # in E4M3
 QUARTERS = 4  # of the rows, one for each warp of a warpgroup
 
 
@@ -123,13 +129,8 @@ class AttentionForward(SharesOfCtas):
         self.spec, self.config, self.numerics = spec, config, spec.numerics
         self.scale_log2 = math.log2(math.e) / math.sqrt(spec.head_dim)
         self.out_dtype = CUTE_DTYPES[spec.out_dtype]
-        self.is_static = spec.numerics.p_cast == "static"
-        # What is stored is P, and registers suffice to sum it afterwards.
-        self.sums_late = self.is_static and config.takes_turns and spec.numerics.denominator == "fp32"
-        self.p_scale_log2 = spec.numerics.p_scale_log2 if self.is_static else 0
-        self.score_tiler, self.out_tiler = (TILE, TILE, spec.head_dim), (TILE, PIECE, TILE)
-        self.pieces = spec.head_dim // PIECE  # of O and V
-        self.registers = REGISTERS_WITH_POLYNOMIALS if config.emulated else REGISTERS
+        self.is_by_block = spec.numerics.p_cast == "block"
+        self.score_tiler, self.out_tiler = (TILE, TILE, spec.head_dim), (TILE, spec.head_dim, TILE)
 
     @cute.jit
     def __call__(self, o: AttentionForwardOperands, num_ctas: Int32, stream):
@@ -169,7 +170,7 @@ class AttentionForward(SharesOfCtas):
     def out_product(self) -> cute.TiledMma:
         return blackwell.make_blockscaled_trivial_tiled_mma(
             Float8E4M3FN, Float8E4M3FN, OperandMajorMode.K, OperandMajorMode.MN, Float8E8M0FNU, BLOCK,
-            tcgen05.CtaGroup.ONE, (TILE, PIECE), tcgen05.OperandSource.TMEM,
+            tcgen05.CtaGroup.ONE, (TILE, self.spec.head_dim), tcgen05.OperandSource.TMEM,
         )  # fmt: skip
 
     def operand_layouts(self):
@@ -178,9 +179,7 @@ class AttentionForward(SharesOfCtas):
         return (
             blackwell.make_smem_layout_a(self.score_product(), self.score_tiler, Float8E4M3FN, config.q_buffers),
             blackwell.make_smem_layout_b(self.score_product(), self.score_tiler, Float8E4M3FN, config.k_buffers),
-            blackwell.make_smem_layout_b(
-                self.out_product(), self.out_tiler, Float8E4M3FN, self.pieces * config.v_buffers
-            ),
+            blackwell.make_smem_layout_b(self.out_product(), self.out_tiler, Float8E4M3FN, config.v_buffers),
         )
 
     @cute.kernel
@@ -190,11 +189,13 @@ class AttentionForward(SharesOfCtas):
         shared = self.allocate()
         if thread == 0:
             self.init_barriers(shared)
-        if const_expr(self.is_static):
-            for buffer in cutlass.range_constexpr(BUFFERS):
-                if thread < TILE_BYTES:
-                    shared.p_scales[thread, buffer] = Uint8(SCALE_ONE - self.p_scale_log2)
-            cute.arch.fence_view_async_shared()
+        if thread < TILE_BYTES:
+            shared.one_scales[thread] = Uint8(SCALE_ONE)
+            for half in cutlass.range_constexpr(SUM_COLUMNS * TILE // TILE_BYTES):
+                shared.ones[thread + half * TILE_BYTES] = Uint8(ONE)
+        if thread < TILE:
+            shared.references[thread] = Float32(0.0)  # is read before a segment's first step sets it
+        cute.arch.fence_view_async_shared()
         cute.arch.mbarrier_init_fence()
         if warp == 0:
             cute.arch.alloc_tmem(TENSOR_COLUMNS, shared.tensor_memory)
@@ -202,10 +203,10 @@ class AttentionForward(SharesOfCtas):
         meet(self.config.ctas)
         tensor_memory = cute.arch.retrieve_tmem_ptr(Float32, 16, shared.tensor_memory)
         if warp >= FIRST_SOFTMAX_WARP:
-            cute.arch.setmaxregister_increase(self.registers[0])
+            cute.arch.setmaxregister_increase(REGISTERS[0])
             self.softmax(o, shared, tensor_memory)
         elif warp >= FIRST_CORRECTION_WARP:
-            cute.arch.setmaxregister_decrease(self.registers[1])
+            cute.arch.setmaxregister_decrease(REGISTERS[1])
             self.correct(o, shared, tensor_memory)
         else:
             cute.arch.setmaxregister_decrease(REGISTERS_OF_OTHERS)
@@ -230,9 +231,6 @@ class AttentionForward(SharesOfCtas):
             pointer = barriers(2 * size)
             return Ring(pointer, pointer + size)
 
-        def rows() -> cute.Tensor:
-            return smem.allocate_tensor(Float32, cute.make_layout((TILE, BUFFERS)), 16)
-
         def tiles(count: int, size: int, alignment: int) -> cute.Tensor:
             return smem.allocate_tensor(Uint8, cute.make_layout((size, count)), alignment)
 
@@ -242,16 +240,15 @@ class AttentionForward(SharesOfCtas):
             seeds=ring(config.q_buffers),
             scores=barriers(BUFFERS),
             drained=barriers(BUFFERS),
-            weights=barriers(self.pieces * BUFFERS),
-            sums=barriers(self.pieces * BUFFERS),
-            moved=barriers(QUARTERS * SLOTS),
-            turns=barriers(QUARTERS * BUFFERS),
+            weights=barriers(BUFFERS),
+            sums=barriers(BUFFERS),
             ends=ring(1),
             tensor_memory=smem.allocate_array(Int32, 1),
-            moves=smem.allocate_tensor(Float32, cute.make_layout((2, TILE, SLOTS)), 16),
-            totals=rows(),
-            divisors=rows(),
+            references=smem.allocate_tensor(Float32, cute.make_layout(TILE), 16),
+            exponents=smem.allocate_tensor(Float32, cute.make_layout((2, TILE, BUFFERS)), 16),
             p_scales=tiles(BUFFERS, TILE_BYTES, 128),
+            one_scales=smem.allocate_tensor(Uint8, cute.make_layout(TILE_BYTES), 128),
+            ones=smem.allocate_tensor(Uint8, cute.make_layout(SUM_COLUMNS * TILE), 1024),
             q_bytes=tiles(config.q_buffers, tile, 1024),
             q_scales=tiles(config.q_buffers, TILE_BYTES, 128),
             k_bytes=tiles(config.k_buffers, tile, 1024),
@@ -268,14 +265,8 @@ class AttentionForward(SharesOfCtas):
         for buffer in cutlass.range_constexpr(BUFFERS):
             cute.arch.mbarrier_init(shared.scores + buffer, 1)
             cute.arch.mbarrier_init(shared.drained + buffer, 4)
-            for piece in cutlass.range_constexpr(self.pieces):
-                arrivals = CORRECTION_WARPS + (4 if piece == 0 else 0)
-                cute.arch.mbarrier_init(shared.weights + piece * BUFFERS + buffer, arrivals)
-                cute.arch.mbarrier_init(shared.sums + piece * BUFFERS + buffer, 1)
-        for slot in cutlass.range_constexpr(QUARTERS * BUFFERS):
-            cute.arch.mbarrier_init(shared.turns + slot, 1)
-        for slot in cutlass.range_constexpr(QUARTERS * SLOTS):
-            cute.arch.mbarrier_init(shared.moved + slot, 1)
+            cute.arch.mbarrier_init(shared.weights + buffer, 4)
+            cute.arch.mbarrier_init(shared.sums + buffer, 1)
         cute.arch.mbarrier_init(shared.ends.full, SOFTMAX_WARPS)
         cute.arch.mbarrier_init(shared.ends.empty, CORRECTION_WARPS)
 
@@ -325,10 +316,8 @@ class AttentionForward(SharesOfCtas):
                 k, k_parity = next_stage(k, k_parity, self.config.k_buffers)
                 full = self.fill(shared.v, v, v_parity)
                 rows = offset_ragged_tensor(loads.v, row, num_rows, ragged_dim=1)
-                for piece in cutlass.range_constexpr(self.pieces):
-                    source = cute.local_tile(rows, (PIECE, TILE), (share.head * self.pieces + piece, 0))
-                    source = out_product.get_slice(0).partition_B(source)
-                    self.load_tile(loads.v_atom, source, v_tiles, v * self.pieces + piece, full)
+                source = cute.local_tile(rows, (self.spec.head_dim, TILE), (share.head, 0))
+                self.load_tile(loads.v_atom, out_product.get_slice(0).partition_B(source), v_tiles, v, full)
                 with cute.arch.elect_one():
                     load_scale_tile(o.v_tiles, head_tile, slot + tile, (shared.v_scales[None, v].iterator, full), ctas)
                 v, v_parity = next_stage(v, v_parity, self.config.v_buffers)
@@ -434,71 +423,67 @@ class AttentionForward(SharesOfCtas):
 
     @cute.jit
     def multiply_weights(self, o: AttentionForwardOperands, shared: Shared, tensor_memory: cute.Pointer):
-        """O += P(j) V(j), or O = P(j) V(j) in a segment's first step."""
+        """O += P(j) V(j) and l += P(j) 1, or without what was there in a segment's first step."""
         share, columns = self.share(), tensor_memory.toint()
         buffer, parity, tile, turn = Int32(0), Int32(0), Int32(0), Int32(0)
         work = self.work(o, turn)
-        if const_expr(self.is_static):
-            if work.steps > 0:
-                for at in cutlass.range_constexpr(BUFFERS):
-                    scales = column_pointer(columns + P_SCALE_COLUMN + at * SCALE_COLUMNS)
-                    copy_scale_tile(shared.p_scales[None, at].iterator, scales)
+        if work.steps > 0:
+            copy_scale_tile(shared.one_scales.iterator, column_pointer(columns + ONE_SCALE_COLUMN))
         while work.steps > 0:
-            turn += 1
-            following = self.work(o, turn)
+            following = self.work(o, turn + 1)
+            take_over(shared.ends.empty, turn & 1 ^ 1)
             for step in cutlass.range(work.steps):
                 _, num_rows = self.kv_tile(work, step)
                 cute.arch.mbarrier_wait(shared.v.full + buffer, parity)
                 self.add_tile(shared, share, columns, (tile, buffer, num_rows, step > 0))
                 buffer, parity = next_stage(buffer, parity, self.config.v_buffers)
                 tile += 1
+            turn += 1
             work = following
 
     @cute.jit
     def add_tile(self, shared: Shared, share: Share, columns: Int32, turn):
         """turn: (j, V buffer, events, whether to add)."""
         tile, buffer, num_rows, accumulates = turn
-        at, parity, head_dim = tile & 1, tile >> 1 & 1, self.spec.head_dim
-        p_scales = columns + P_SCALE_COLUMN + at * SCALE_COLUMNS
-        v_scales = columns + V_SCALE_COLUMN + (tile & (SLOTS - 1)) * SCALE_COLUMNS
+        at, head_dim = tile & 1, self.spec.head_dim
+        p_scales, v_scales = (columns + first + at * SCALE_COLUMNS for first in (P_SCALE_COLUMN, V_SCALE_COLUMN))
         region = columns + P_COLUMN + at * P_COLUMNS
         p = TensorOperand(tuple(region + block * BLOCK // 4 for block in range(BLOCKS)), p_scales)
         # Columns of a scale tile, for heads narrower than it.
         own = share.head % (TILE // head_dim) * (head_dim // BLOCK)
-        copy_scale_tile(shared.v_scales[None, buffer].iterator, column_pointer(v_scales))
-        address = shared.v_bytes[None, buffer].iterator.toint()
+        v = Operand(shared.v_bytes[None, buffer].iterator.toint(), v_scales + own, False, head_dim)
+        ones = Operand(shared.ones.iterator.toint(), columns + ONE_SCALE_COLUMN, True)
         depth = ((num_rows + BLOCK - 1) // BLOCK, accumulates)
-        take_over(shared.weights + at, parity)
-        if const_expr(not self.is_static):
-            copy_scale_tile(shared.p_scales[None, at].iterator, column_pointer(p_scales))
-        for piece in cutlass.range_constexpr(self.pieces):
-            v = Operand(address + piece * TILE * PIECE, v_scales + own + piece * (PIECE // BLOCK), False, PIECE)
-            if const_expr(piece > 0):
-                take_over(shared.weights + piece * BUFFERS + at, parity)
-            if num_rows > TILE - BLOCK:
-                with cute.arch.elect_one():
-                    multiply_tiles(columns + piece * PIECE, p, v, PIECE, (BLOCKS, accumulates))
-            else:
-                with cute.arch.elect_one():
-                    multiply_tiles(columns + piece * PIECE, p, v, PIECE, depth)
-            if const_expr(piece == self.pieces - 1):
-                release(shared.v.empty + buffer, self.config.ctas)
-            release(shared.sums + piece * BUFFERS + at)
+        take_over(shared.weights + at, tile >> 1 & 1)
+        copy_scale_tile(shared.p_scales[None, at].iterator, column_pointer(p_scales))
+        copy_scale_tile(shared.v_scales[None, buffer].iterator, column_pointer(v_scales))
+        if num_rows > TILE - BLOCK:
+            with cute.arch.elect_one():
+                multiply_tiles(columns, p, v, head_dim, (BLOCKS, accumulates))
+                multiply_tiles(columns + SUM_COLUMN, p, ones, SUM_COLUMNS, (BLOCKS, accumulates))
+        else:
+            with cute.arch.elect_one():
+                multiply_tiles(columns, p, v, head_dim, depth)
+                multiply_tiles(columns + SUM_COLUMN, p, ones, SUM_COLUMNS, depth)
+        release(shared.v.empty + buffer, self.config.ctas)
+        release(shared.sums + at)
 
     # --------------------------------------------------------------------------------------------------- softmax
 
     @cute.jit
     def softmax(self, o: AttentionForwardOperands, shared: Shared, tensor_memory: cute.Pointer):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_SOFTMAX_WARP
-        group = warp // QUARTERS
-        scores, weights = SCORE_COLUMN + group * TILE, P_COLUMN + group * P_COLUMNS
-        place = Place(group, warp % QUARTERS, tensor_memory + scores, tensor_memory + weights)
+        group, quarter = warp // QUARTERS, warp % QUARTERS
+        place = Place(
+            group, FIRST_TURN + 2 * quarter + group, FIRST_TURN + 2 * quarter + 1 - group, tensor_memory,
+            tensor_memory + SCORE_COLUMN + group * TILE, tensor_memory + P_COLUMN + group * P_COLUMNS,
+        )  # fmt: skip
         tile, end_parity, turn = Int32(0), Int32(1), Int32(0)
         work = self.work(o, turn)
         while work.steps > 0:
             turn += 1
             following = self.work(o, turn)
-            row = Row(Float32(0.0), Float32(0.0))
+            row = Row(-Float32.inf, -Float32.inf)
             for step in cutlass.range((group ^ tile) & 1, work.steps, 2):
                 _, num_rows = self.kv_tile(work, step)
                 take_over(shared.scores + group, tile + step >> 1 & 1)
@@ -512,8 +497,12 @@ class AttentionForward(SharesOfCtas):
 
     @cute.jit
     def softmax_step(self, shared: Shared, place: Place, turn, row: Row) -> Row:
-        """One KV tile. turn: (step of the segment, tile of the CTA)."""
-        (_, tile), group = turn, place.group
+        """One KV tile; returns what O is relative to now, and the greatest exponent so far.
+
+        turn: (step of the segment, tile of the CTA).
+        """
+        (step, tile), group = turn, place.group
+        thread, _, _ = cute.arch.thread_idx()
         if const_expr(self.config.finds_maxima_in_loads):
             scores, maxima = load_row_and_maxima(place.scores, TILE)
             pass_on(shared.drained + group)
@@ -521,172 +510,109 @@ class AttentionForward(SharesOfCtas):
             scores = load_row(place.scores, TILE, CHUNK)
             pass_on(shared.drained + group)
             maxima = block_maxima(scores)
-        maximum, factor = self.move_maximum(shared, place, turn, maxima)
-        shift = self.p_scale_log2 - finite(maximum) * self.scale_log2
-        turns, waits_late = (
-            shared.turns + place.quarter * BUFFERS,
-            const_expr(self.is_static and self.config.takes_turns),
-        )
-        if const_expr(not waits_late):
-            self.take_over_weights(shared, group, tile)
-        scale_bytes = self.scales_of_weights(shared, place, maxima, shift)
-        total, divisor = row.total * factor, row.divisor * factor
-        if const_expr(self.config.takes_turns):
-            cute.arch.mbarrier_wait(turns + 1 - group, (tile - 1) >> 1 & 1)
-        for first, last in ((0, EARLY), (EARLY, TILE)):
-            p = cute.make_tensor(scores.iterator + first, cute.make_layout(last - first))
-            exp2_of_row(p, Float32(self.scale_log2), shift, self.config.emulated)
-            if const_expr(not self.sums_late):
-                total = sum_of(p, total)
-            if const_expr(self.config.takes_turns and last == EARLY):
-                if const_expr(waits_late):
-                    self.take_over_weights(shared, group, tile)
-                arrive(turns + group)
-        divisor = self.store_weights(place.weights, scores, scale_bytes, divisor)
+        exponents = self.exponents(maxima)
+        highest = largest(exponents)
+        if tile > 0:  # the first waits for nobody
+            cute.arch.barrier(barrier_id=place.own_turn, number_of_threads=THREADS_OF_TURN)
+        columns = TILE // cute.size(exponents)
+        for index in cutlass.range_constexpr(cute.size(exponents)):
+            p = cute.make_tensor(scores.iterator + index * columns, cute.make_layout(columns))
+            exp2_of_row(p, Float32(self.scale_log2), E4M3_MAX_EXPONENT - exponents[index], self.config.emulated)
+        reference = shared.references[thread % TILE]
+        if cute.arch.vote_any_sync(step == 0 or highest > reference + MOST_ABOVE):
+            reference = self.move_reference(shared, place, turn, (highest, reference))
+        cute.arch.barrier_arrive(barrier_id=place.other_turn, number_of_threads=THREADS_OF_TURN)
+        take_over(shared.sums + group, tile >> 1 & 1 ^ 1)
+        self.store_scales(shared, group, exponents, reference)
+        payload = cute.make_rmem_tensor(TILE, Float8E4M3FN)
+        payload.store(scores.load().to(Float8E4M3FN))  # saturates
+        store_row(place.weights, cute.recast_tensor(payload, Uint32))
+        cute.arch.fence_view_async_tmem_store()
         pass_on(shared.weights + group)
-        if const_expr(self.sums_late):  # the tensor core is at work by now
-            total = sum_of(scores, total)
-        return Row(total, divisor)
+        return Row(reference, cute.arch.fmax(row.highest, highest))
 
     @cute.jit
-    def move_maximum(self, shared: Shared, place: Place, turn, maxima: cute.Tensor):
-        """(what P is relative to from a tile on, the factor of this warpgroup's sums). turn: (step, tile)."""
-        step, tile = turn
+    def exponents(self, maxima: cute.Tensor) -> cute.Tensor:
+        """The least e of which the weights are at most 1.75·2^e: of the row, or of each block, from its maximum."""
+        if const_expr(not self.is_by_block):
+            tile = cute.make_rmem_tensor(1, Float32)
+            tile[0] = largest(maxima)
+            maxima = tile
+        factor, magic = Float32(self.scale_log2), Float32(ROUND_TO_INTEGER)
+        shift = Float32(0.5 - math.log2(E4M3_MAX_MANTISSA))  # so that rounding to the nearest rounds up
+        for index in cutlass.range_constexpr(cute.size(maxima)):
+            score = cute.arch.fmax(maxima[index], LEAST_SCORE, nan=True)
+            exponent, _ = cute.arch.fma_packed_f32x2((score, score), (factor, factor), (shift, shift))
+            maxima[index] = exponent + magic - magic
+        return maxima
+
+    @cute.jit
+    def move_reference(self, shared: Shared, place: Place, turn, exponents) -> Float32:
+        """Set what a segment's O is relative to in its first step, and raise it where P would outgrow it."""
+        (step, tile), (highest, reference) = turn, exponents
         thread, _, _ = cute.arch.thread_idx()
-        row, moved = thread % TILE, shared.moved + place.quarter * SLOTS
-        slot, last = tile & (SLOTS - 1), (tile - 1) & (SLOTS - 1)
-        cute.arch.mbarrier_wait(moved + last, (tile - 1) >> 2 & 1)  # SLOTS tiles to a phase
-        before, factor = -Float32.inf, Float32(0.0)
+        moved = highest if step == 0 or highest > reference + MOST_ABOVE else reference
         if step > 0:
-            before, factor = shared.moves[0, row, last], shared.moves[1, row, last]
-        maximum = self.new_maximum(before, maxima)
-        own = cute.arch.exp2((before - finite(maximum)) * self.scale_log2)
-        shared.moves[0, row, slot], shared.moves[1, row, slot] = maximum, own
-        arrive(moved + slot)
-        return maximum, factor * own
+            cute.arch.mbarrier_wait(shared.sums + place.group, tile >> 1 & 1 ^ 1)  # else the next may be a phase ahead
+            take_over(shared.sums + 1 - place.group, (tile - 1) >> 1 & 1)
+            factor = cute.arch.exp2(reference - moved)
+            for first in cutlass.range_constexpr(0, self.spec.head_dim, RESCALED):
+                rescale(place.tensor_memory + first, RESCALED, factor)
+            rescale(place.tensor_memory + SUM_COLUMN, SUM_COLUMNS, factor)
+        shared.references[thread % TILE] = moved
+        return moved
 
     @cute.jit
-    def take_over_weights(self, shared: Shared, group: Int32, tile: Int32):
-        """Wait until the product of the tile before the last has read P and its scales."""
-        take_over(shared.sums + (self.pieces - 1) * BUFFERS + group, tile >> 1 & 1 ^ 1)
+    def store_scales(self, shared: Shared, group: Int32, exponents: cute.Tensor, reference: Float32):
+        """Write the scale bytes of a row of P: 2^(e − 8), relative to what O is."""
+        thread, _, _ = cute.arch.thread_idx()
+        bytes_ = [Int32(0)] * BLOCKS
+        for index in cutlass.range_constexpr(cute.size(exponents)):
+            byte = cute.arch.fmax(exponents[index] - reference + (SCALE_ONE - E4M3_MAX_EXPONENT), Float32(0.0))
+            bytes_[index] = (byte + ROUND_TO_INTEGER).bitcast(Int32)
+        if const_expr(self.is_by_block):
+            low, high = (cute.arch.prmt(bytes_[pair], bytes_[pair + 1], 0x40) for pair in (0, 2))
+            word = cute.arch.prmt(low, high, 0x5410)
+        else:
+            word = cute.arch.prmt(bytes_[0], bytes_[0], 0)
+        words = cute.recast_tensor(shared.p_scales[None, group], Uint32)
+        words[thread % 32 * 4 + thread // 32 % 4] = Uint32(word)
+        cute.arch.fence_view_async_shared()
 
     @cute.jit
     def end_segment(self, shared: Shared, group: Int32, parity: Int32, row: Row):
-        """Tell the correction warps what this warpgroup summed in a segment."""
+        """Tell the correction warps what this warpgroup knows of a segment."""
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.mbarrier_wait(shared.ends.empty, parity)
-        shared.totals[thread % TILE, group] = row.total
-        if const_expr(self.numerics.denominator == "quantized"):
-            shared.divisors[thread % TILE, group] = row.divisor
+        shared.exponents[0, thread % TILE, group] = row.reference
+        shared.exponents[1, thread % TILE, group] = row.highest
         arrive(shared.ends.full)
-
-    @cute.jit
-    def new_maximum(self, maximum: Float32, maxima: cute.Tensor) -> Float32:
-        """What P is relative to from now on: it moves only when exceeded by more than the threshold.
-
-        A NaN among the scores makes it NaN, and so the whole row: where P is a polynomial, NaN does not survive.
-        """
-        tile = maxima[0]
-        for block in cutlass.range_constexpr(1, BLOCKS):
-            tile = cute.arch.fmax(tile, maxima[block], nan=True)
-        if const_expr(self.numerics.rescale_threshold_log2 == 0):
-            return cute.arch.fmax(maximum, tile, nan=True)
-        threshold = self.numerics.rescale_threshold_log2 / self.scale_log2
-        return maximum if tile <= maximum + threshold else tile
-
-    @cute.jit
-    def scales_of_weights(self, shared: Shared, place: Place, maxima: cute.Tensor, shift: Float32):
-        """Scale bytes of P's blocks, written to the stage's scale tile; nothing if they are constant."""
-        if const_expr(self.is_static):
-            return None
-        scale_bytes, word = [None] * BLOCKS, Uint32(0)
-        for block in cutlass.range_constexpr(BLOCKS):
-            largest = cute.arch.exp2(maxima[block] * self.scale_log2 + shift)
-            scale_bytes[block] = scale_byte(largest.bitcast(Uint32))
-            word |= Uint32(scale_bytes[block]) << 8 * block
-        thread, _, _ = cute.arch.thread_idx()
-        words = cute.recast_tensor(shared.p_scales[None, place.group], Uint32)
-        words[thread % 32 * 4 + thread // 32 % 4] = word
-        cute.arch.fence_view_async_shared()
-        return scale_bytes
-
-    @cute.jit
-    def store_weights(self, place: cute.Pointer, p: cute.Tensor, scale_bytes, divisor: Float32) -> Float32:
-        """Cast a row of P and store it; returns the divisor with the sum of what was stored."""
-        if const_expr(not self.is_static):
-            for block in cutlass.range_constexpr(BLOCKS):
-                inverse = inverse_scale(scale_bytes[block])
-                for pair in cutlass.range_constexpr(block * BLOCK, (block + 1) * BLOCK, 2):
-                    p[pair], p[pair + 1] = cute.arch.mul_packed_f32x2((p[pair], p[pair + 1]), (inverse, inverse))
-        payload = cute.make_rmem_tensor(TILE, Float8E4M3FN)
-        payload.store(p.load().to(Float8E4M3FN))  # saturates
-        store_row(place, cute.recast_tensor(payload, Uint32))
-        cute.arch.fence_view_async_tmem_store()
-        if const_expr(self.numerics.denominator == "quantized"):
-            values = cute.make_rmem_tensor(TILE, Float32)
-            values.store(payload.load().to(Float32))
-            if const_expr(not self.is_static):
-                for block in cutlass.range_constexpr(BLOCKS):
-                    scale = block_scale(scale_bytes[block])
-                    for column in cutlass.range_constexpr(block * BLOCK, (block + 1) * BLOCK):
-                        values[column] *= scale
-            divisor = sum_of(values, divisor)
-        return divisor
 
     # ------------------------------------------------------------------------------------------------ correction
 
     @cute.jit
     def correct(self, o: AttentionForwardOperands, shared: Shared, tensor_memory: cute.Pointer):
         thread, _, _ = cute.arch.thread_idx()
-        share, row, slots = self.share(), thread % TILE, SLOTS - 1
-        moved = shared.moved + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % QUARTERS * SLOTS
-        last_sums = shared.sums + (self.pieces - 1) * BUFFERS
-        tile, end_parity, turn = Int32(0), Int32(0), Int32(0)
+        share, row = self.share(), thread % TILE
+        tile, turn = Int32(0), Int32(0)
         work = self.work(o, turn)
         while work.segment >= 0:
-            turn += 1
-            following = self.work(o, turn)
-            maximum, factor = -Float32.inf, Float32(0.0)
-            for step in cutlass.range(work.steps):
-                at = tile & 1
-                cute.arch.mbarrier_wait(moved + (tile & slots), tile >> 2 & 1)
-                maximum, factor = shared.moves[0, row, tile & slots], shared.moves[1, row, tile & slots]
-                moves = step > 0 and cute.arch.vote_any_sync(factor != 1.0)  # the first overwrites O
-                awaited = tile - (1 if moves else 2)
-                for piece in cutlass.range_constexpr(self.pieces):
-                    take_over(shared.sums + piece * BUFFERS + (awaited & 1), awaited >> 1 & 1)
-                    if moves:
-                        self.rescale(tensor_memory + piece * PIECE, factor)
-                    pass_on(shared.weights + piece * BUFFERS + at)
-                tile += 1
-            total, divisor = Float32(0.0), Float32(0.0)
+            following = self.work(o, turn + 1)
+            total, reference, highest = Float32(0.0), -Float32.inf, -Float32.inf
             if work.steps > 0:
+                tile += work.steps
                 last = (tile - 1) & 1
-                cute.arch.mbarrier_wait(shared.ends.full, end_parity)
-                end_parity ^= 1
-                total = shared.totals[row, last] + shared.totals[row, 1 - last] * factor
-                divisor = total
-                if const_expr(self.numerics.denominator == "quantized"):
-                    divisor = shared.divisors[row, last] + shared.divisors[row, 1 - last] * factor
-                arrive(shared.ends.empty)
-                take_over(last_sums + last, (tile - 1) >> 1 & 1)
-            self.store_out(o, work, share, (tensor_memory, divisor))
-            self.store_state(o, work, share, (total, maximum))
+                cute.arch.mbarrier_wait(shared.ends.full, turn & 1)
+                reference = shared.exponents[0, row, last]
+                highest = cute.arch.fmax(shared.exponents[1, row, 0], shared.exponents[1, row, 1])
+                take_over(shared.sums + last, (tile - 1) >> 1 & 1)
+                total = load_row(tensor_memory + SUM_COLUMN, 1)[0]
+            self.store_out(o, work, share, (tensor_memory, total))
+            if work.steps > 0:
+                pass_on(shared.ends.empty)
+            self.store_state(o, work, share, (total, reference, highest))
             work = following
-
-    @cute.jit
-    def rescale(self, place: cute.Pointer, factor: Float32):
-        """Multiply rows of a piece of O."""
-        columns = const_expr(CHUNK if self.config.emulated else PIECE)
-        for first in cutlass.range_constexpr(0, PIECE, columns):
-            values = load_row(place + first, columns, CHUNK)
-            for pair in cutlass.range_constexpr(columns // 2):
-                both = (values[2 * pair], values[2 * pair + 1])
-                values[2 * pair], values[2 * pair + 1] = cute.arch.mul_packed_f32x2(both, (factor, factor))
-            for part in cutlass.range_constexpr(0, columns, CHUNK):
-                chunk = cute.make_tensor(values.iterator + part, cute.make_layout(CHUNK))
-                store_row(place + first + part, chunk)
-        cute.arch.fence_view_async_tmem_store()
+            turn += 1
 
     @cute.jit
     def store_out(self, o: AttentionForwardOperands, work: Work, share: Share, sums):
@@ -694,7 +620,7 @@ class AttentionForward(SharesOfCtas):
         tensor_memory, divisor = sums
         thread, _, _ = cute.arch.thread_idx()
         seed = share.seed_tile * TILE + thread % TILE
-        inverse = Float32(2.0**self.p_scale_log2) / divisor if divisor != 0.0 else Float32(0.0)
+        inverse = Float32(1.0) / divisor if divisor != 0.0 else Float32(0.0)
         start = (Int64(work.segment) * self.spec.num_seeds + seed) * self.spec.columns
         start += share.head * self.spec.head_dim
         dtype, words = self.out_dtype, CHUNK * self.out_dtype.width // 32
@@ -717,14 +643,14 @@ class AttentionForward(SharesOfCtas):
 
     @cute.jit
     def store_state(self, o: AttentionForwardOperands, work: Work, share: Share, state):
-        """lse and ⌊log2 l⌋. state: (l in units of P's static scale, maximum)."""
-        total, maximum = state
+        """lse and ⌊log2 l⌋, l relative to the highest. state: (l relative to the reference, log2 of both)."""
+        total, reference, highest = state
         thread, _, _ = cute.arch.thread_idx()
         seed = share.seed_tile * TILE + thread % TILE
         if seed < self.spec.num_seeds:
             index = (Int64(work.segment) * self.spec.num_heads + share.head) * self.spec.num_seeds + seed
-            exponent = Int32(total.bitcast(Uint32) >> 23) - 127 - self.p_scale_log2
-            log2 = maximum * self.scale_log2 + (cute.math.log2(total) - self.p_scale_log2)
+            exponent = Int32(total.bitcast(Uint32) >> 23) - 127 + Int32(reference - highest)
+            log2 = reference + cute.math.log2(total)
             lse = cute.make_tensor(element_pointer(o.lse, index, 4), cute.make_layout(1))
             lse[0] = log2 * math.log(2.0)
             row_sum = cute.make_tensor(element_pointer(o.row_sum_log2, index, 4), cute.make_layout(1))
@@ -732,9 +658,21 @@ class AttentionForward(SharesOfCtas):
 
 
 @cute.jit
-def finite(maximum: Float32) -> Float32:
-    """The maximum, 0 where there is none."""
-    return Float32(0.0) if maximum == -Float32.inf else maximum
+def rescale(place: cute.Pointer, columns: cutlass.Constexpr[int], factor: Float32):
+    """Multiply this thread's row of tensor memory; the stores end with those that wait behind."""
+    values = load_row(place, columns)
+    for column in cutlass.range_constexpr(columns):
+        values[column] *= factor
+    store_row(place, values)
+
+
+@cute.jit
+def largest(values: cute.Tensor) -> Float32:
+    """NaN if there is one."""
+    result = values[0]
+    for index in cutlass.range_constexpr(1, cute.size(values)):
+        result = cute.arch.fmax(result, values[index], nan=True)
+    return result
 
 
 @cute.jit
@@ -757,22 +695,6 @@ def block_maxima(row: cute.Tensor) -> cute.Tensor:
         for column in cutlass.range_constexpr(1, BLOCK):
             maxima[block] = cute.arch.fmax(maxima[block], row[block * BLOCK + column], nan=True)
     return maxima
-
-
-@cute.jit
-def sum_of(row: cute.Tensor, start: Float32) -> Float32:
-    """start + the sum of a row, in four chains of pairs."""
-    chains = 4
-    sums = [(row[2 * chain], row[2 * chain + 1]) for chain in range(chains)]
-    sums[0] = cute.arch.add_packed_f32x2((start, Float32(0.0)), sums[0])
-    for first in cutlass.range_constexpr(2 * chains, cute.size(row), 2 * chains):
-        for chain in cutlass.range_constexpr(chains):
-            pair = (row[first + 2 * chain], row[first + 2 * chain + 1])
-            sums[chain] = cute.arch.add_packed_f32x2(sums[chain], pair)
-    left = cute.arch.add_packed_f32x2(sums[0], sums[1])
-    right = cute.arch.add_packed_f32x2(sums[2], sums[3])
-    x, y = cute.arch.add_packed_f32x2(left, right)
-    return x + y
 
 
 def build(arch: str, spec: AttentionForwardSpec, config: AttentionForwardConfig, options: str = ""):

@@ -1,10 +1,11 @@
 """What the attention forward is asked for, and how it is laid out on Blackwell. No kernel language here.
 
 A CTA works on one head and on 128 seeds, against the events of many segments, one KV tile of 128 events at a time.
-Tensor memory, 488 of 512 columns:
+Tensor memory, 492 of 512 columns:
 
     [0, D) O · [128, 256) [256, 384) S(j) · [384, 416) [416, 448) P(j) · then scale tiles, four columns each:
-    [448, 456) [456, 464) of Q and K(j) · [464, 468) [468, 472) of P(j) · [472, 488) of V(j), four of them
+    [448, 456) [456, 464) of Q and K(j) · [464, 468) [468, 472) of P(j) · [472, 476) [476, 480) of V(j) ·
+    [480, 488) l · [488, 492) the scales of the ones that sum P
 
 j takes the buffers in turn.
 """
@@ -19,9 +20,7 @@ from pma.layouts.scale_tiles import TILE_BYTES, TILE_ROWS
 from pma.numerics import AttentionNumerics
 
 TILE = TILE_ROWS  # seeds and events of a tile
-PIECE = 64  # columns of O that are summed and rescaled at once
 BUFFERS = 2  # of scores, of weights and of their scales: KV tiles take them in turn
-SLOTS = 4  # of scales of V, and of maxima
 TENSOR_COLUMNS = 512
 P_COLUMNS = TILE // 4  # four bytes to a column
 SCALE_COLUMNS = 4  # of one scale tile
@@ -30,9 +29,12 @@ P_COLUMN = SCORE_COLUMN + BUFFERS * TILE
 QK_SCALE_COLUMN = P_COLUMN + BUFFERS * P_COLUMNS
 P_SCALE_COLUMN = QK_SCALE_COLUMN + BUFFERS * 2 * SCALE_COLUMNS
 V_SCALE_COLUMN = P_SCALE_COLUMN + BUFFERS * SCALE_COLUMNS
-END_COLUMN = V_SCALE_COLUMN + SLOTS * SCALE_COLUMNS
+SUM_COLUMN = V_SCALE_COLUMN + BUFFERS * SCALE_COLUMNS
+SUM_COLUMNS = 8  # the least that a product has
+ONE_SCALE_COLUMN = SUM_COLUMN + SUM_COLUMNS
+END_COLUMN = ONE_SCALE_COLUMN + SCALE_COLUMNS
 HEAD_DIMS = (64, 128)
-BOOKKEEPING_BYTES = 10240  # barriers, what is known of rows, the scales of P, alignment
+BOOKKEEPING_BYTES = 8192  # barriers, exponents of rows, the scales of P, ones, alignment
 SOFTMAX_WARPS, CORRECTION_WARPS = 4 * BUFFERS, 4
 WARPS = 16  # products 0 and 1, loads 2, one that makes registers free, correction 4–7, softmax 8–15
 
@@ -79,8 +81,16 @@ class AttentionForwardSpec:
         return None
 
     def _why_numerics_unsupported(self) -> str | None:
-        if self.numerics.folds_v_scales:
+        numerics = self.numerics
+        if numerics.folds_v_scales:
             return "folds_v_scales must be False, got True: V's scales take part in the products"
+        if numerics.p_cast == "static":
+            return "p_cast must be 'tile' or 'block', got 'static': P has scales of its own"
+        for name in ("denominator", "lse_sum"):
+            if (summed := getattr(numerics, name)) != "quantized":
+                return f"{name} must be 'quantized', got {summed!r}: a product sums P"
+        if numerics.rescale_threshold_log2 != 0:
+            return f"rescale_threshold_log2 must be 0, got {numerics.rescale_threshold_log2}: P's scales move instead"
         return None
 
 
@@ -88,15 +98,14 @@ class AttentionForwardSpec:
 class AttentionForwardConfig:
     """k_buffers, v_buffers: tiles in flight · q_buffers: of the seeds, 2 where they change with the segment · emulated:
     of 16 pairs of exponentials those that the FMA pipes compute · finds_maxima_in_loads: loads from tensor memory give
-    the maxima of 32 columns · takes_turns: softmax's warpgroups issue their exponentials one after the other · ctas: of
-    a cluster, with neighbouring seed tiles of a head, each of which loads its part of K and V for all."""
+    the maxima of 32 columns · ctas: of a cluster, with neighbouring seed tiles of a head, each of which loads its part
+    of K and V for all."""
 
     k_buffers: int
     v_buffers: int
     q_buffers: int
     emulated: int
     finds_maxima_in_loads: bool
-    takes_turns: bool
     ctas: int
 
     @property
@@ -123,6 +132,4 @@ def choose_config(spec: AttentionForwardSpec, facts: DeviceFacts) -> AttentionFo
     is_sm103 = facts.arch == "sm_103a"
     k_buffers = (room - 1) // 2
     ctas = 2 if spec.seed_tiles % 2 == 0 else 1
-    return AttentionForwardConfig(
-        k_buffers, room - k_buffers, q_buffers, 0 if is_sm103 else 6, is_sm103, is_sm103, ctas
-    )
+    return AttentionForwardConfig(k_buffers, room - k_buffers, q_buffers, 0 if is_sm103 else 6, is_sm103, ctas)
