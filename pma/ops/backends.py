@@ -90,6 +90,7 @@ def why_no_module(family: str, device: torch.device, shape: PoolShape, numerics:
     specs = MODULES[family].specs_of(shape, numerics)._asdict()
     if not shape.has_value_proj:
         specs.pop("v")
+    specs = {"attention_forward": specs["attention_forward"], **specs}  # what it says is nearest to the arguments
     reasons = ((name, spec.why_unsupported()) for name, spec in specs.items())
     return next((f"{name}: {reason}" for name, reason in reasons if reason), None)
 

@@ -11,9 +11,8 @@ from quack.reduce import warp_reduce
 
 from pma.kernels.attention_backward.hopper_operands import Gradient, HopperBackwardOperands, Shared
 from pma.kernels.attention_backward.hopper_spec import COMPUTE_WARPS, HopperBackwardSpec
-from pma.kernels.attention_backward.seed_statistics import power_of_two
 from pma.kernels.blocks.block_quantize import clear_unused_scales, store_compact_scales
-from pma.kernels.blocks.block_scales import inverse_scale, max_magnitude, scale_byte
+from pma.kernels.blocks.block_scales import inverse_scale, max_magnitude, power_of_two, scale_byte
 from pma.kernels.blocks.byte_transpose import permuted
 from pma.kernels.blocks.memory import clear_rows, store_words
 from pma.kernels.blocks.quad_transpose import transpose_quad
@@ -48,8 +47,8 @@ class HopperGradients:
         factors = (power_of_two(-facts.x), power_of_two(q_log2 - ds_log2) * self.softmax_scale)
         maxima = shared.maxima[None, None, turn % 2]
         for which in cutlass.range_constexpr(2):
-            amax = warp_reduce(self.amax(sums[which], count), cute.arch.fmax, nan=True)
-            maxima[which, warp] = amax * factors[which]
+            bits = Int32(self.amax(sums[which], count).bitcast(Uint32))  # of magnitudes, NaN the greatest
+            maxima[which, warp] = Uint32(warp_reduce(bits, cutlass.max)).bitcast(Float32) * factors[which]
         cute.arch.barrier(barrier_id=FIRST_BARRIER + warp // 4, number_of_threads=128)
         for which in cutlass.range_constexpr(2):
             amax = max_magnitude(maxima[which, warp], maxima[which, warp ^ 1])

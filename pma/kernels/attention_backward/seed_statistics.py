@@ -25,9 +25,9 @@ from quack.reduce import warp_reduce
 from torch import Tensor
 
 from pma.kernels.attention_backward.hopper_spec import RECORD_WORDS, STEP, SUMMARY_WORDS, HopperBackwardSpec
-from pma.kernels.blocks.block_scales import block_scale
+from pma.kernels.blocks.block_scales import block_scale, floor_log2, log2_of_scale, power_of_two
 from pma.kernels.blocks.half_pairs import pair_of_two, square_sum_of_e4m3
-from pma.kernels.blocks.memory import element_pointer, load_byte
+from pma.kernels.blocks.memory import element_pointer, load_byte, value_at
 from pma.kernels.compile import aligned, cached, compile_for, fake_tensor
 from pma.kernels.device_facts import device_facts
 from pma.layouts import BLOCK
@@ -201,33 +201,10 @@ class SeedStatistics:
 
 
 @cute.jit
-def log2_of_scale(byte: Int32) -> Int32:
-    """A scale that is NaN counts as the least one."""
-    return (Int32(0) if byte == SCALE_NAN else byte) - SCALE_ONE
-
-
-@cute.jit
-def power_of_two(exponent: Int32) -> Float32:
-    """2^exponent within 2^-126 … 2^127."""
-    return Uint32(cutlass.min(cutlass.max(exponent + SCALE_ONE, 1), 2 * SCALE_ONE) << 23).bitcast(Float32)
-
-
-@cute.jit
 def scaled(value: Float32, exponent: Int32) -> Float32:
     """value·2^exponent, for exponents that are sums of two of fp32."""
     half = exponent // 2
     return value * power_of_two(half) * power_of_two(exponent - half)
-
-
-@cute.jit
-def floor_log2(value: Float32) -> Int32:
-    """⌊log2⌋ of a value from 0 on, within −127 … 127."""
-    return cutlass.min(Int32(value.bitcast(Uint32) >> 23) - SCALE_ONE, SCALE_ONE)
-
-
-@cute.jit
-def value_at(tensor: cute.Tensor, place: Int64):
-    return cute.make_tensor(element_pointer(tensor, place, 4), cute.make_layout(1))[0]
 
 
 @cute.jit

@@ -56,7 +56,6 @@ from cutlass import (
     const_expr,
 )
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
-from cutlass.experimental import primitives
 from cutlass.memory import SmemAllocator
 from quack.copy_utils import create_ragged_tensor_for_tma, offset_ragged_tensor, tma_get_copy_fn
 from torch import Tensor
@@ -87,7 +86,7 @@ from pma.kernels.blocks.block_quantize import (
 )
 from pma.kernels.blocks.block_scales import scale_byte
 from pma.kernels.blocks.masks import mask_behind
-from pma.kernels.blocks.memory import element_pointer
+from pma.kernels.blocks.memory import add_vector, element_pointer, value_at
 from pma.kernels.blocks.ring import Ring, init_ring, next_stage
 from pma.kernels.blocks.row_tiles import (
     BATCH,
@@ -744,23 +743,12 @@ def one_buffer(layout):
 
 
 @cute.jit
-def value_at(tensor: cute.Tensor, place: Int64):
-    return cute.make_tensor(element_pointer(tensor, place, 4), cute.make_layout(1))[0]
-
-
-@cute.jit
 def four_of(values: cute.Tensor, first: Int32) -> cute.Tensor:
     """Four neighbouring fp32 values of shared memory, the first one's index a multiple of four."""
     four = cute.make_rmem_tensor(4, Float32)
     source = values.iterator + cute.assume(first, 4)
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), four)
     return four
-
-
-@cute.jit
-def add_vector(target: cute.Pointer, kind: cutlass.Constexpr[str], values: cute.Tensor):
-    """Add 16 bytes to global memory, each element on its own."""
-    primitives.red("add", kind, target.raw_ptr(), values.load(), mem_order="relaxed", mem_scope="gpu")
 
 
 def build(arch: str, spec: AttentionBackwardSpec, config: AttentionBackwardConfig, options: str = ""):

@@ -35,7 +35,6 @@ import cutlass.cute as cute
 import torch
 from cutlass import Float8E4M3FN, Float16, Float32, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.experimental import primitives
 from cutlass.memory import SmemAllocator
 from quack.reduce import warp_reduce
 from torch import Tensor
@@ -64,10 +63,10 @@ from pma.kernels.attention_backward.hopper_spec import (
     choose_config,
     slab_shape,
 )
-from pma.kernels.attention_backward.seed_statistics import FIRST_SCALE, floor_log2, log2_of_scale, power_of_two
+from pma.kernels.attention_backward.seed_statistics import FIRST_SCALE
 from pma.kernels.attention_backward.spec import TILE
 from pma.kernels.blocks import half_pairs as half
-from pma.kernels.blocks.block_scales import block_scale
+from pma.kernels.blocks.block_scales import block_scale, floor_log2, log2_of_scale, power_of_two
 from pma.kernels.blocks.byte_transpose import (
     GROUPS,
     PAIRS,
@@ -76,7 +75,7 @@ from pma.kernels.blocks.byte_transpose import (
     scaled_bytes,
     store_transposed,
 )
-from pma.kernels.blocks.memory import element_pointer, load_byte
+from pma.kernels.blocks.memory import add_vector, element_pointer, load_byte
 from pma.kernels.blocks.ring import Ring, arrive, bulk_load, init_ring, next_stage
 from pma.kernels.blocks.row_tiles import RowTile, find_row_tile
 from pma.kernels.blocks.warpgroup_product import (
@@ -768,12 +767,6 @@ def mask_of_pairs(count: Int32) -> Uint32:
         row = (0, 8, 1, 9)[index]
         mask |= Uint32(0xFF << 8 * index) if count > row else Uint32(0)
     return mask
-
-
-@cute.jit
-def add_vector(target: cute.Pointer, kind: cutlass.Constexpr[str], values: cute.Tensor):
-    """Add 16 bytes to global memory, each element on its own."""
-    primitives.red("add", kind, target.raw_ptr(), values.load(), mem_order="relaxed", mem_scope="gpu")
 
 
 def build(arch: str, spec: HopperBackwardSpec, config: HopperBackwardConfig, options: str = ""):

@@ -138,7 +138,7 @@ class HalfScores:
     def factors(self, scales: cute.Tensor, q_factor: Float32) -> cute.Tensor:
         factors = cute.make_rmem_tensor(BLOCKS, Uint32)
         for block in cutlass.range_constexpr(BLOCKS):
-            factors[block] = half.pair_of(clamp(scales[block].bitcast(Float32) * q_factor, half.LEAST, half.MOST))
+            factors[block] = half.pair_of_factor(scales[block].bitcast(Float32) * q_factor)
         return factors
 
     @cute.jit

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from pma.layouts.mxfp8 import SCALE_NAN
+from pma.layouts.mxfp8 import SCALE_NAN, SCALE_ONE
 
 
 @cute.jit
@@ -47,3 +47,21 @@ def block_scale(byte: Int32) -> Float32:
 def max_magnitude(a: Float32, b: Float32) -> Float32:
     """max(a, |b|) for a >= 0; a NaN on either side wins."""
     return cute.arch.fmax(a, cute.math.absf(b), nan=True)
+
+
+@cute.jit
+def log2_of_scale(byte: Int32) -> Int32:
+    """A scale that is NaN counts as the least one."""
+    return (Int32(0) if byte == SCALE_NAN else byte) - SCALE_ONE
+
+
+@cute.jit
+def power_of_two(exponent: Int32) -> Float32:
+    """2^exponent within 2^-126 … 2^127."""
+    return Uint32(cutlass.min(cutlass.max(exponent + SCALE_ONE, 1), 2 * SCALE_ONE) << 23).bitcast(Float32)
+
+
+@cute.jit
+def floor_log2(value: Float32) -> Int32:
+    """⌊log2⌋ of a value from 0 on, within −127 … 127."""
+    return cutlass.min(Int32(value.bitcast(Uint32) >> 23) - SCALE_ONE, SCALE_ONE)

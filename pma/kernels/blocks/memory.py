@@ -3,6 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, Uint32
+from cutlass.experimental import primitives
 
 WORDS = 4  # of 4 bytes in the widest store
 
@@ -19,6 +20,12 @@ def element_pointer(tensor: cute.Tensor, offset: Int64, alignment: cutlass.Const
 def row_tensor(tensor: cute.Tensor, offset: Int64, layout: cute.Layout) -> cute.Tensor:
     """A view with `layout` of what starts `offset` elements behind the start, at a multiple of 16 bytes."""
     return cute.make_tensor(element_pointer(tensor, offset, 16), layout)
+
+
+@cute.jit
+def value_at(tensor: cute.Tensor, place: Int64):
+    """An element of 4 bytes."""
+    return cute.make_tensor(element_pointer(tensor, place, 4), cute.make_layout(1))[0]
 
 
 @cute.jit
@@ -60,3 +67,9 @@ def clear_bytes(tensor: cute.Tensor, begin: Int64, end: Int64, worker: Int32, wo
     while index < end:
         store_byte(tensor, index, Int32(0))
         index += workers
+
+
+@cute.jit
+def add_vector(target: cute.Pointer, kind: cutlass.Constexpr[str], values: cute.Tensor):
+    """Add 16 bytes to global memory, each element on its own."""
+    primitives.red("add", kind, target.raw_ptr(), values.load(), mem_order="relaxed", mem_scope="gpu")
