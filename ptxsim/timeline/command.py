@@ -35,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", type=Path, metavar="FILE.npz", help="keep the trace")
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw one steady step")
     parser.add_argument("--draws", type=int, default=study.DRAWS, help="of the assumed parameters, for the band")
+    parser.add_argument(
+        "--period", type=int, metavar="PRODUCTS", help="of a step, where ends of tiles hide what repeats"
+    )
     parser.add_argument("--least-bubble", type=float, default=100, metavar="CYCLES", help="of those that are listed")
     parser.add_argument("--no-what-if", action="store_true", help="leave the what-if table out")
 
@@ -48,7 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.save:
         trace.save(arguments.save)
     timeline = Timeline(trace)
-    analysis = Analysis(timeline.run(chip))
+    analysis = Analysis(timeline.run(chip), arguments.period)
     print(_header(analysis))
     print(_waits(analysis))
     print(_chain(analysis))
@@ -60,8 +63,8 @@ def main(arguments: argparse.Namespace) -> int:
 
         draw(analysis, arguments.picture, f"{trace.kernel[:NAME_WIDTH]} on {chip.name}")
     if not arguments.no_what_if:
-        print(_what_if(timeline, chip))
-    print(_prediction(analysis, study.bands(timeline, chip, arguments.draws)))
+        print(_what_if(timeline, chip, arguments.period))
+    print(_prediction(analysis, study.bands(timeline, chip, arguments.draws, period=arguments.period)))
     return 0
 
 
@@ -164,9 +167,9 @@ def _occupancy(analysis: Analysis) -> str:
     return "\n".join(["", "busy share of each unit, steady state", "", *(f"{v:6.1%}  {name}" for name, v in shares)])
 
 
-def _what_if(timeline: Timeline, chip: Chip) -> str:
+def _what_if(timeline: Timeline, chip: Chip, period: int | None) -> str:
     lines = ["", "what if: cycles of a step against the chip as it is", ""]
-    lines += [f"{share - 1:+7.1%}  {question}" for question, share in study.what_if(timeline, chip).items()]
+    lines += [f"{share - 1:+7.1%}  {question}" for question, share in study.what_if(timeline, chip, period).items()]
     return "\n".join(lines)
 
 
@@ -175,10 +178,9 @@ def _prediction(analysis: Analysis, bands: study.Bands) -> str:
     number = chip.numbers["clock_ghz"]
     span = f", drawn from {number.low} to {number.high}" if number.is_assumed else ""
     lines = ["", "prediction (least / median / greatest over the draws of assumed parameters)", ""]
-    lines.append(
-        f"cycles of a step     {analysis.step_cycles:.0f}  ({bands.step_cycles}); with the ends of tiles "
-        f"{analysis.mean_step_cycles:.0f}"
-    )
+    lines.append(f"cycles of a step     {analysis.step_cycles:.0f}  ({bands.step_cycles})")
+    lines.append(f"with ends of tiles   {analysis.mean_step_cycles:.0f}  ({bands.mean_step_cycles})")
+    lines.append(f"of the launch        {analysis.result.cycles}  ({bands.cycles})")
     if len(analysis.products):
         lines.append(f"tensor core's share  {analysis.tensor_share:.3f}  ({bands.tensor_share})")
         lines.append(

@@ -54,15 +54,20 @@ class Band:
 
 @dataclass(frozen=True)
 class Bands:
-    """Of the tensor core's share, of the cycles of a step, and of the chip's TFLOP/s."""
+    """Of the tensor core's share, of the cycles of a step without and with the ends of tiles and of the launch, and of
+    the chip's TFLOP/s."""
 
     tensor_share: Band
     step_cycles: Band
+    mean_step_cycles: Band
+    cycles: Band
     tflops: Band
 
 
-def bands(timeline: Timeline, chip: Chip, draws: int = DRAWS, seed: int = 0) -> Bands:
+def bands(timeline: Timeline, chip: Chip, draws: int = DRAWS, seed: int = 0, period: int | None = None) -> Bands:
     """Replay with the chip as it is and with random draws of the assumed parameters.
+
+    period: products of a step, if it is known; else it is found.
 
     Raises:
         ValueError: fewer than one draw.
@@ -70,18 +75,20 @@ def bands(timeline: Timeline, chip: Chip, draws: int = DRAWS, seed: int = 0) -> 
     if draws < 1:
         raise ValueError(f"draws must be at least 1, got {draws}")
     rng = random.Random(seed)
-    base = Analysis(timeline.run(chip))
+    base = Analysis(timeline.run(chip), period)
     analyses = [base, *(Analysis(timeline.run(chip.drawn(rng)), base.period) for _ in range(draws))]
     return Bands(
         Band.of([each.tensor_share for each in analyses]),
         Band.of([each.step_cycles for each in analyses]),
+        Band.of([each.mean_step_cycles for each in analyses]),
+        Band.of([each.result.cycles for each in analyses]),
         Band.of([each.tflops for each in analyses]),
     )
 
 
-def what_if(timeline: Timeline, chip: Chip) -> dict[str, float]:
+def what_if(timeline: Timeline, chip: Chip, period: int | None = None) -> dict[str, float]:
     """Cycles of a step under each change, as a share of the unchanged chip's."""
-    base = Analysis(timeline.run(chip))
+    base = Analysis(timeline.run(chip), period)
     answers = {}
     if chip.arch == SLOW_EXPONENTIALS:  # ptxas schedules around their rate, so that the code changes too
         other = Timeline(timeline.trace, map_trace(timeline.trace, FAST_EXPONENTIALS))

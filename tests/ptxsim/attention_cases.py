@@ -66,6 +66,39 @@ def flash_forward(
     return simulation
 
 
+def flash_cross_forward(
+    num_seeds: int, lengths: list[int], heads: int, *, scheduler: str = "tile", **options
+) -> ptxsim.simulate:
+    """The same seeds against segments of events.
+
+    scheduler: "tile", FA4's default for jagged sequences, the seeds repeated for each segment: a CTA for each tile of
+    Q; "dynamic", the same with CTAs that stay and ask a counter; "dense", the seeds as a batch of equal sequences, for
+    which FA4 has pairs of CTAs that stay.
+    """
+    import flash_attn.cute.interface as flash
+    from flash_attn.cute.prepare_scheduler import SchedulerMetadataTensorsTorch
+
+    torch.manual_seed(sum(lengths) + heads)
+    seeds = torch.randn(num_seeds, heads, HEAD_DIM).bfloat16()
+    k, v = (torch.randn(sum(lengths), heads, HEAD_DIM).bfloat16() for _ in range(2))
+    parts, varlen = _segments(lengths)
+    q = seeds.repeat(len(lengths), 1, 1, 1)
+    if scheduler == "dense":
+        del varlen["cu_seqlens_q"], varlen["max_seqlen_q"]
+    else:
+        q = q.flatten(0, 1)
+        varlen |= {"cu_seqlens_q": num_seeds * torch.arange(len(lengths) + 1).int(), "max_seqlen_q": num_seeds}
+    if scheduler == "dynamic":
+        counter = torch.zeros(1, dtype=torch.int32)
+        varlen["scheduler_metadata"] = SchedulerMetadataTensorsTorch(None, None, None, None, counter)
+    with ptxsim.simulate(**options) as simulation:
+        out, _ = flash._flash_attn_fwd(q, k, v, **varlen)[:2]
+    for actual, (a, b) in zip(out.view(-1, num_seeds, heads, HEAD_DIM), parts, strict=True):
+        exact, _ = attention(seeds, k[a:b], v[a:b], is_causal=False)
+        assert relative_error(actual, exact) < BF16_ERROR, relative_error(actual, exact)
+    return simulation
+
+
 def flash_backward(
     lengths: list[int], heads: int = 1, kv_heads: int = 1, *, is_causal: bool, is_varlen: bool = False, **options
 ) -> ptxsim.simulate:

@@ -25,6 +25,7 @@ from pma.layouts import MXFP8Tensor, dequantize, quantize, scatter_scales
 from pma.numerics import AttentionNumerics
 
 Options = dict[str, Any]
+JAGGED_LENGTHS = (300, 2000, 700, 1200, 450, 900)
 FACTS = {facts.arch: facts for facts in (device_facts.SM90, device_facts.SM100, device_facts.SM103)}
 
 
@@ -45,6 +46,23 @@ def flash_backward(options: Options) -> None:
 
 
 flash_backward_gb300 = flash_backward
+
+
+def flash_forward_jagged(options: Options) -> None:
+    """The problem of `attention_forward_jagged`: a launch for each segment, as FA4 takes a CTA for each tile of Q, and
+    a trace holds one. Heads and tiles of seeds are alike."""
+    for length in JAGGED_LENGTHS:
+        attention.flash_cross_forward(512, [length], 1, num_sms=152, **options)
+
+
+def flash_forward_jagged_dynamic(options: Options) -> None:
+    """The same with one CTA for the 256 seeds of a tile of Q and all segments."""
+    attention.flash_cross_forward(256, list(JAGGED_LENGTHS), 1, scheduler="dynamic", num_sms=1, **options)
+
+
+def flash_forward_jagged_dense(options: Options) -> None:
+    """The same, seeds not as sequences of any lengths: a pair of CTAs for 512 seeds and all segments."""
+    attention.flash_cross_forward(512, list(JAGGED_LENGTHS), 1, scheduler="dense", num_sms=2, **options)
 
 
 def cudnn_forward(options: Options) -> None:
@@ -125,7 +143,7 @@ def attention_forward_own_seeds(options: Options) -> None:
 
 def attention_forward_jagged(options: Options) -> None:
     """Like a recommender: three heads, 512 seeds, segments of 300 to 2,000 events, one CTA for all of a head's."""
-    _attention_forward((300, 2000, 700, 1200, 450, 900), num_seeds=512, num_heads=3, options=options)
+    _attention_forward(JAGGED_LENGTHS, num_seeds=512, num_heads=3, options=options)
 
 
 def gemm_quantize_384(options: Options) -> None:

@@ -11,7 +11,7 @@ from cutlass import Int32, Int64
 from torch import Tensor
 
 from pma.kernels.attention_forward.spec import TILE, AttentionForwardSpec
-from pma.kernels.blocks.memory import row_tensor
+from pma.kernels.blocks.memory import WORDS, element_pointer
 
 
 class Work(NamedTuple):
@@ -43,20 +43,35 @@ class SharesOfCtas:
 
     @cute.jit
     def work(self, o, turn: Int32) -> Work:
-        """This CTA's segment in a turn: one load, so that who reads a segment ahead does not wait for it.
+        """This CTA's segment in a turn.
 
         o: has `work`, see `work_by_length`. The order of workers alternates, so that each gets long segments and short.
         """
+        return shared_out(self.word_of_work(o, turn))
+
+    @cute.jit
+    def word_of_work(self, o, turn: Int32) -> Int32:
+        """`work` as one load of a warp, for `shared_out`: who reads a segment ahead does not wait for it.
+
+        Each lane has one of the four words. What the compiler finds equal in all lanes it moves to uniform registers as
+        soon as it is loaded, for which the warp waits.
+        """
+        thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         worker, workers = block // self.spec.groups, blocks // self.spec.groups
         place = turn * workers + (workers - 1 - worker if turn % 2 == 1 else worker)
-        segment, first_row, num_rows, steps = Int32(-1), Int32(0), Int32(0), Int32(0)
+        part = thread % WORDS
+        word = Int32(-1) if part == 0 else Int32(0)
         if place < o.work.shape[0]:
-            words = cute.make_rmem_tensor(4, Int32)
-            cute.autovec_copy(row_tensor(o.work, Int64(place) * 4, cute.make_layout(4)), words)
-            segment, first_row, num_rows, steps = words[0], words[1], words[2], words[3]
-        return Work(segment, first_row, num_rows, steps)
+            word = cute.make_tensor(element_pointer(o.work, Int64(place) * WORDS + part, 4), cute.make_layout(1))[0]
+        return word
+
+
+@cute.jit
+def shared_out(word: Int32) -> Work:
+    """What the lanes of a warp have of a segment, to all of them."""
+    return Work(*(cute.arch.shuffle_sync(word, part) for part in range(WORDS)))
 
 
 def work_by_length(offsets: Tensor) -> Tensor:

@@ -65,7 +65,15 @@ from pma.kernels.attention_forward.operands import (
     Row,
     Shared,
 )
-from pma.kernels.attention_forward.shares import Attended, Share, SharesOfCtas, Work, empty_results, work_by_length
+from pma.kernels.attention_forward.shares import (
+    Attended,
+    Share,
+    SharesOfCtas,
+    Work,
+    empty_results,
+    shared_out,
+    work_by_length,
+)
 from pma.kernels.attention_forward.spec import (
     BUFFERS,
     CORRECTION_WARPS,
@@ -386,7 +394,7 @@ class AttentionForward(SharesOfCtas):
                 cute.arch.mbarrier_wait(shared.seeds.full, 0)
         while work.steps > 0:
             turn += 1
-            following = self.work(o, turn)
+            following = self.word_of_work(o, turn)
             if const_expr(not self.spec.is_shared):
                 cute.arch.mbarrier_wait(shared.seeds.full + seeds, seeds_parity)
             for _step in cutlass.range(work.steps, unroll=1):
@@ -398,7 +406,7 @@ class AttentionForward(SharesOfCtas):
             if const_expr(not self.spec.is_shared):
                 release(shared.seeds.empty + seeds)
                 seeds, seeds_parity = next_stage(seeds, seeds_parity, self.config.q_buffers)
-            work = following
+            work = shared_out(following)
 
     @cute.jit
     def score_tile(self, shared: Shared, share: Share, columns: Int32, turn):
@@ -430,7 +438,7 @@ class AttentionForward(SharesOfCtas):
         if work.steps > 0:
             copy_scale_tile(shared.one_scales.iterator, column_pointer(columns + ONE_SCALE_COLUMN))
         while work.steps > 0:
-            following = self.work(o, turn + 1)
+            following = self.word_of_work(o, turn + 1)
             take_over(shared.ends.empty, turn & 1 ^ 1)
             for step in cutlass.range(work.steps):
                 _, num_rows = self.kv_tile(work, step)
@@ -439,7 +447,7 @@ class AttentionForward(SharesOfCtas):
                 buffer, parity = next_stage(buffer, parity, self.config.v_buffers)
                 tile += 1
             turn += 1
-            work = following
+            work = shared_out(following)
 
     @cute.jit
     def add_tile(self, shared: Shared, share: Share, columns: Int32, turn):
@@ -482,7 +490,7 @@ class AttentionForward(SharesOfCtas):
         work = self.work(o, turn)
         while work.steps > 0:
             turn += 1
-            following = self.work(o, turn)
+            following = self.word_of_work(o, turn)
             row = Row(-Float32.inf, -Float32.inf)
             for step in cutlass.range((group ^ tile) & 1, work.steps, 2):
                 _, num_rows = self.kv_tile(work, step)
@@ -493,7 +501,7 @@ class AttentionForward(SharesOfCtas):
             tile += work.steps
             self.end_segment(shared, group, end_parity, row)
             end_parity ^= 1
-            work = following
+            work = shared_out(following)
 
     @cute.jit
     def softmax_step(self, shared: Shared, place: Place, turn, row: Row) -> Row:
@@ -597,7 +605,7 @@ class AttentionForward(SharesOfCtas):
         tile, turn = Int32(0), Int32(0)
         work = self.work(o, turn)
         while work.segment >= 0:
-            following = self.work(o, turn + 1)
+            following = self.word_of_work(o, turn + 1)
             total, reference, highest = Float32(0.0), -Float32.inf, -Float32.inf
             if work.steps > 0:
                 tile += work.steps
@@ -611,7 +619,7 @@ class AttentionForward(SharesOfCtas):
             if work.steps > 0:
                 pass_on(shared.ends.empty)
             self.store_state(o, work, share, (total, reference, highest))
-            work = following
+            work = shared_out(following)
             turn += 1
 
     @cute.jit
