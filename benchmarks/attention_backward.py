@@ -17,9 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks import record
-from benchmarks.attention_forward import DEVICE, PEER, Problem, Shape, attention, dense, make_problem
-from benchmarks.sustained import measure
+from benchmarks.attention_forward import DEVICE, PEER, Problem, Shape, attention, dense, make_problem, report
 from pma.jagged import equal_offsets
 from pma.kernels.attention_backward.hopper_spec import HopperBackwardSpec, choose_config
 from pma.kernels.device_facts import SM90
@@ -100,24 +98,9 @@ def compare(shape: Shape, max_length: int, variants: list[str], *, is_uniform: b
     p, out, saved, dout = prepare(shape, max_length, is_uniform=is_uniform)
     events = int(p.offsets[-1])
     calls = {name: backward(p, shape, name, out, saved, dout) for name in variants}
-    measured = {name: measure(call) for name, call in (calls | {PEER: flash_attention(p, shape, dout)}).items()}
-    times = {name: each["ms"] for name, each in measured.items()}
+    calls[PEER] = flash_attention(p, shape, dout)
     problem = f"{shape.segments} segments, {events:,} events, {'all' if is_uniform else 'up to'} {max_length:,}"
-    print(problem, flush=True)
-    rows = []
-    for variant, milliseconds in times.items():
-        speed = 10 * shape.seeds * events * shape.columns / milliseconds / 1e9
-        ratio = times[PEER] / milliseconds
-        state = f"{measured[variant]['clock MHz']:.0f} MHz, {measured[variant]['power W']} W"
-        print(f"    {variant:32}{milliseconds:9.3f} ms{speed:8.0f} TFLOP/s{ratio:7.3f}x  {state}", flush=True)
-        rows.append(
-            {
-                "problem": problem, **shape._asdict(), "variant": variant, **measured[variant],
-                "TFLOP/s": round(speed, 1), "times peer": round(ratio, 4),
-                "protocol": "each alone for 0.8 s, median of the second half",
-            }
-        )  # fmt: skip
-    record.append("attention_backward", rows)
+    report("attention_backward", problem, calls, shape, 10 * shape.seeds * events * shape.columns)
 
 
 def check(shape: Shape, max_length: int, variants: list[str]) -> None:

@@ -139,24 +139,27 @@ def compare(shape: Shape, max_length: int, variants: list[str], *, is_uniform: b
     p = make_problem(shape, max_length, is_uniform=is_uniform)
     events = int(p.offsets[-1])
     calls = {name: attention(p, shape, name) for name in variants} | {PEER: flash_attention(p, shape)}
-    measured = {name: measure(call) for name, call in calls.items()}
-    times = {name: each["ms"] for name, each in measured.items()}
     problem = f"{shape.segments} segments, {events:,} events, {'all' if is_uniform else 'up to'} {max_length:,}"
+    report("attention_forward", problem, calls, shape, 4 * shape.seeds * events * shape.columns)
+
+
+def report(name: str, problem: str, calls: dict[str, Callable[[], object]], shape: Shape, flops: int) -> None:
+    """Measure each call alone, print a table, append it to results/<name>.jsonl."""
+    measured = {variant: measure(call) for variant, call in calls.items()}
     print(problem, flush=True)
     rows = []
-    for variant, milliseconds in times.items():
-        speed = 4 * shape.seeds * events * shape.columns / milliseconds / 1e9
-        ratio = times[PEER] / milliseconds
-        state = f"{measured[variant]['clock MHz']:.0f} MHz, {measured[variant]['power W']} W"
-        print(f"    {variant:32}{milliseconds:9.3f} ms{speed:8.0f} TFLOP/s{ratio:7.3f}x  {state}", flush=True)
+    for variant, each in measured.items():
+        speed, ratio = flops / each["ms"] / 1e9, measured[PEER]["ms"] / each["ms"]
+        state = f"{each['clock MHz']:.0f} MHz, {each['power W']} W"
+        print(f"    {variant:32}{each['ms']:9.3f} ms{speed:8.0f} TFLOP/s{ratio:7.3f}x  {state}", flush=True)
         rows.append(
             {
-                "problem": problem, **shape._asdict(), "variant": variant, **measured[variant],
+                "problem": problem, **shape._asdict(), "variant": variant, **each,
                 "TFLOP/s": round(speed, 1), "times peer": round(ratio, 4),
                 "protocol": "each alone for 0.8 s, median of the second half",
             }
         )  # fmt: skip
-    record.append("attention_forward", rows)
+    record.append(name, rows)
 
 
 def check(shape: Shape, max_length: int, variants: list[str], v_mean: float) -> None:

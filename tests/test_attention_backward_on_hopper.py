@@ -1,23 +1,14 @@
 """Hopper's attention backward on a Hopper GPU: the simulator's cases, and what only hardware can tell."""
 
-import importlib.util
-
 import pytest
 import torch
 from hopper_backward import CASES, FP16_DQ, call, check, gradients, make
+from hopper_gpu import NEEDS_HOPPER
 from jagged_attention import LENGTHS
 
-from pma.kernels.device_facts import SM90, device_facts
 from pma.numerics import HOPPER_NUMERICS
 
-HAS_HOPPER = torch.cuda.is_available() and device_facts(torch.device("cuda", 0)) == SM90
-HAS_KERNELS = importlib.util.find_spec("cutlass") is not None and importlib.util.find_spec("quack") is not None
-pytestmark = [
-    pytest.mark.usefixtures("poisoned_memory"),
-    pytest.mark.sm90,
-    pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU"),
-    pytest.mark.skipif(not HAS_KERNELS, reason="needs nvidia-cutlass-dsl and quack-kernels"),
-]
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), *NEEDS_HOPPER]
 MANY = tuple(torch.randint(0, 700, (300,), generator=torch.Generator().manual_seed(0)).tolist())
 
 

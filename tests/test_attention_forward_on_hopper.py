@@ -1,26 +1,18 @@
 """Hopper's attention forward on a Hopper GPU: the simulator's cases, and what only hardware can tell."""
 
-import importlib.util
 from dataclasses import replace
 
 import pytest
 import torch
 from hopper_attention import CASES, Magnitudes, attend, call, check, make_problem
+from hopper_gpu import NEEDS_HOPPER
 from jagged_attention import LENGTHS
 
-from pma.kernels.device_facts import SM90, device_facts
 from pma.layouts import quantize
 from pma.numerics import HOPPER_NUMERICS
 from pma.testing import ULPS_FP16, relative_error
 
-HAS_HOPPER = torch.cuda.is_available() and device_facts(torch.device("cuda", 0)) == SM90
-HAS_KERNELS = importlib.util.find_spec("cutlass") is not None and importlib.util.find_spec("quack") is not None
-pytestmark = [
-    pytest.mark.usefixtures("poisoned_memory"),
-    pytest.mark.sm90,
-    pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU"),
-    pytest.mark.skipif(not HAS_KERNELS, reason="needs nvidia-cutlass-dsl and quack-kernels"),
-]
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), *NEEDS_HOPPER]
 
 
 @pytest.mark.parametrize("name", CASES)

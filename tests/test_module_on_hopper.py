@@ -1,22 +1,14 @@
 """The module on a Hopper GPU, every operator a kernel: right, one graph, no host sync, capturable."""
 
-import importlib.util
-
 import pytest
 import torch
+from hopper_gpu import NEEDS_HOPPER
 
 import pma
-from pma.kernels.device_facts import SM90, device_facts
 from pma.numerics import HOPPER_NUMERICS
 from pma.testing import KERNEL_BUDGET, relative_error
 
-HAS_HOPPER = torch.cuda.is_available() and device_facts(torch.device("cuda", 0)) == SM90
-HAS_KERNELS = importlib.util.find_spec("cutlass") is not None and importlib.util.find_spec("quack") is not None
-pytestmark = [
-    pytest.mark.sm90,
-    pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU"),
-    pytest.mark.skipif(not HAS_KERNELS, reason="needs nvidia-cutlass-dsl and quack-kernels"),
-]
+pytestmark = NEEDS_HOPPER
 CASES = {
     "values are events": {},
     "projected values": {"value_projection": True},

@@ -1,22 +1,13 @@
 """Hopper's projections on a Hopper GPU: the simulator's cases, and what only hardware can tell."""
 
-import importlib.util
-
 import pytest
 import torch
+from hopper_gpu import NEEDS_HOPPER
 from hopper_projection import CASES, I32, I64, check, launch, make_problem
 
-from pma.kernels.device_facts import SM90, device_facts
 from pma.kernels.projection.hopper_spec import HopperGemmQuantizeSpec, HopperGemmSpec
 
-HAS_HOPPER = torch.cuda.is_available() and device_facts(torch.device("cuda", 0)) == SM90
-HAS_KERNELS = importlib.util.find_spec("cutlass") is not None and importlib.util.find_spec("quack") is not None
-pytestmark = [
-    pytest.mark.usefixtures("poisoned_memory"),
-    pytest.mark.sm90,
-    pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU"),
-    pytest.mark.skipif(not HAS_KERNELS, reason="needs nvidia-cutlass-dsl and quack-kernels"),
-]
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), *NEEDS_HOPPER]
 HEADS_OF_64 = {"in_columns_per_scale": 64}
 LARGE = {
     "quantize 384, heads of 128, transposed": HopperGemmQuantizeSpec(384, 384, I64, writes_transposed=True),

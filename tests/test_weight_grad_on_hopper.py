@@ -1,24 +1,15 @@
 """Hopper's weight gradient on a Hopper GPU: many tokens, and what only hardware can tell."""
 
-import importlib.util
-
 import pytest
 import torch
+from hopper_gpu import NEEDS_HOPPER
 from hopper_weight_grad import budget, exact, integers, normal, offsets_of, weight_grad
 
-from pma.kernels.device_facts import SM90, device_facts
 from pma.kernels.weight_grad.hopper_spec import HopperWeightGradSpec
 from pma.layouts import MXFP8Tensor
 from pma.testing import relative_error
 
-HAS_HOPPER = torch.cuda.is_available() and device_facts(torch.device("cuda", 0)) == SM90
-HAS_KERNELS = importlib.util.find_spec("cutlass") is not None and importlib.util.find_spec("quack") is not None
-pytestmark = [
-    pytest.mark.usefixtures("poisoned_memory"),
-    pytest.mark.sm90,
-    pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU"),
-    pytest.mark.skipif(not HAS_KERNELS, reason="needs nvidia-cutlass-dsl and quack-kernels"),
-]
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), *NEEDS_HOPPER]
 I32, I64, BF16, FP32 = torch.int32, torch.int64, torch.bfloat16, torch.float32
 LENGTHS = (0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 700)
 SPECS = {

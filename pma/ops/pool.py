@@ -32,6 +32,19 @@ def one_segment(rows: Tensor) -> Tensor:
     return equal_offsets(1, rows.shape[0], rows.device)
 
 
+def empty_gradients(
+    all_fields: int, dout: Tensor, events: Tensor, offsets: Tensor, key_norm: Tensor, pooled: list[Tensor], *_: Any
+) -> list[Tensor]:
+    """Shapes of what `pool_backward` returns; all_fields: of `Pooled` with a value projection."""
+    columns, num_projections = events.shape[1], 2 if len(pooled) == all_fields else 1
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=events.device)
+
+    gradients = [empty(dout.shape[1], columns), empty(*events.shape, dtype=events.dtype), empty(columns)]
+    return gradients + [empty(columns, columns) for _ in range(num_projections)]
+
+
 def forward_flops(events: Any, offsets: Any, seeds: Any, *others: Any, **_: Any) -> int:
     """Of `pool`, from the shapes of its arguments."""
     value_proj = others[4]

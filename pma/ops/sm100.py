@@ -23,7 +23,7 @@ from pma.kernels.weight_grad.spec import WeightGradSpec
 from pma.layouts import BLOCK, MXFP8Tensor, tile_shape
 from pma.layouts.scale_tiles import Direction
 from pma.numerics import AttentionNumerics
-from pma.ops.pool import SEED_OFFSETS, PoolShape, backward_flops, dx_dtype, forward_flops, one_segment
+from pma.ops.pool import SEED_OFFSETS, PoolShape, backward_flops, dx_dtype, empty_gradients, forward_flops, one_segment
 
 
 class PoolSpecs(NamedTuple):
@@ -235,21 +235,11 @@ def pool_backward(
     return [gradients.dq, normed.dvalues, normed.dweight, dkey_proj, *of_values]
 
 
-@pool_backward.register_fake
-def _(dout, events, offsets, key_norm, pooled, num_heads, numerics):
-    columns, has_value_proj = events.shape[1], len(pooled) == len(Pooled._fields)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=events.device)
-
-    gradients = [empty(dout.shape[1], columns), empty(*events.shape, dtype=events.dtype), empty(columns)]
-    return gradients + [empty(columns, columns) for _ in range(1 + has_value_proj)]
-
-
 def _tiled(data: Tensor, result: Any) -> Tiled:
     """Of what a kernel wrote that was asked for tiles."""
     return Tiled(data, result.row_tiles, result.column_tiles)
 
 
+pool_backward.register_fake(partial(empty_gradients, len(Pooled._fields)))
 register_flop_formula(torch.ops.pma.pool_sm100)(forward_flops)
 register_flop_formula(torch.ops.pma.pool_backward_sm100)(partial(backward_flops, len(Pooled._fields)))

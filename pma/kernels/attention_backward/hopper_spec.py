@@ -90,11 +90,6 @@ def choose_config(
     raise ValueError(f"no configuration of the attention backward for {spec} with {choices}")
 
 
-def statistics_shape(spec: HopperBackwardSpec, num_segments: int) -> tuple[int, ...]:
-    """Of the records that `seed_statistics` writes, in words."""
-    return (num_segments, spec.num_heads, spec.steps, RECORD_WORDS)
-
-
 def slab_shape(spec: HopperBackwardSpec, count: int) -> tuple[int, ...]:
     """Sums of dQ as threads hold them: slab, step, half of 64 columns, what a thread adds at once, thread, element."""
     width = 8 if spec.dq_dtype == torch.float16 else 4

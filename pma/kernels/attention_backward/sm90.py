@@ -553,7 +553,7 @@ class HopperBackward(HopperGradients):
                 to_transpose = Int32(0)
                 cute.arch.mbarrier_wait(shared.k.full, tile_parity)
                 self.barrier()  # all have done with the tile before
-                k_log2 = largest_of_bytes(facts.k_scales, rows.num_rows)
+                k_log2 = largest_of_bytes(facts.k_scales)
                 self.transpose_k(shared, facts, k_log2)
                 arrive(shared.k.empty)
                 self.barrier()
@@ -607,7 +607,7 @@ class HopperBackward(HopperGradients):
             norm = cute.arch.fmax(norm, shared.norms[other])
         bound = norm * facts.dout_norm.bitcast(Float32) + facts.delta.bitcast(Float32)
         ds_log2 = floor_log2(Float32(E4M3_MAX) / bound)
-        ds_log2 = cutlass.min(ds_log2, facts.x - largest_of_bytes(facts.v_scales, facts.rows.num_rows))
+        ds_log2 = cutlass.min(ds_log2, facts.x - largest_of_bytes(facts.v_scales))
         ds_log2 = cutlass.min(ds_log2, DELTA_ROOM - 1 + facts.x - facts.delta_log2)
         if (warp == 0) & (lane == 0):
             shared.facts[DS_LOG2, turn % TILES] = Uint32(ds_log2)
@@ -751,7 +751,7 @@ def byte_of(word: Uint32, index: Int32) -> Int32:
 
 
 @cute.jit
-def largest_of_bytes(word: Uint32, num_rows: Int32) -> Int32:
+def largest_of_bytes(word: Uint32) -> Int32:
     """log2 of the largest scale of a tile; a block that isn't there repeats another's."""
     largest = Int32(-SCALE_ONE)
     for block in cutlass.range_constexpr(TILE // BLOCK):
