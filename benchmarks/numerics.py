@@ -1,18 +1,21 @@
 """SQNR of mxfp8 against bf16 and fp32 for every named tensor, beside the source's figures and the frozen floors.
 
     python -m benchmarks.numerics [--segments 4] [--max-length 2048] [--gain 1.0] [--dout normal] [--device cuda]
+        [--backend sm90]
 
 Problem: E = 384, H = 3, S = 512, lengths uniform in 0 … max-length, standard-normal events, seeds and output gradient,
 projections of std gain/√E (`pma.testing`). The source reports SQNR against its bf16 result on an unknown distribution
-at B = 768, 5,856,019 events.
+at B = 768, 5,856,019 events. mxfp8 is the reference's, with --backend that of kernels under their record of numerics.
 """
 
 import argparse
+from dataclasses import replace
 
 import torch
 
 from benchmarks import record
 from pma import AttentionNumerics
+from pma.numerics import HOPPER_NUMERICS
 from pma.testing import SQNR_FLOORS, make_jagged, make_pma, run_with_gradients, sqnr_db, uneven_lengths
 
 SOURCE = {
@@ -25,23 +28,27 @@ SOURCE = {
 }
 
 
+RECORDS = {"reference": AttentionNumerics(), "sm90": HOPPER_NUMERICS, "sm100": AttentionNumerics()}
+
+
 def measure(
-    segments: int = 4, max_length: int = 2048, gain: float = 1.0, dout: str = "normal", device: str = "cpu"
-) -> dict[str, dict[str, float]]:
+    segments: int = 4, max_length: int = 2048, gain: float = 1.0, dout: str = "normal", device: str = "cpu",
+    backend: str = "reference",
+) -> dict[str, dict[str, float]]:  # fmt: skip
     """SQNR in dB: tensor name → {"fp32 dQ vs fp32", "fp32 dQ vs bf16", "fp16 dQ vs fp32", "fp16 dQ vs bf16"}."""
     events, offsets = make_jagged(uneven_lengths(segments, max_length), 384, dtype=torch.bfloat16)
     events, offsets = events.to(device), offsets.to(device)
 
-    def run(precision: str, numerics: AttentionNumerics | None = None, dtype: torch.dtype = torch.bfloat16):
-        module = make_pma(
-            projection_gain=gain, embed_dim=384, num_heads=3, num_seeds=512, precision=precision, numerics=numerics
-        )
+    def run(precision: str, dtype: torch.dtype = torch.bfloat16, **options):
+        sizes = {"embed_dim": 384, "num_heads": 3, "num_seeds": 512}
+        module = make_pma(projection_gain=gain, precision=precision, **sizes, **options)
         return run_with_gradients(module.to(device), events.to(dtype), offsets, dout=dout)
 
     references = {"fp32": run("fp32", dtype=torch.float32), "bf16": run("bf16")}
     results: dict[str, dict[str, float]] = {}
     for accumulation in ("fp32", "fp16"):
-        actual = run("mxfp8", AttentionNumerics(dq_accumulation=accumulation))
+        numerics = replace(RECORDS[backend], dq_accumulation=accumulation)
+        actual = run("mxfp8", numerics=numerics, backend=backend)
         for against, expected in references.items():
             for name, value in actual.items():
                 results.setdefault(name, {})[f"{accumulation} dQ vs {against}"] = sqnr_db(value, expected[name])
@@ -55,6 +62,7 @@ def main() -> None:
     parser.add_argument("--gain", type=float, default=1.0, help="projection std times √E")
     parser.add_argument("--dout", choices=["normal", "ones"], default="normal", help="output gradient")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--backend", choices=list(RECORDS), default="reference", help="of mxfp8")
     arguments = parser.parse_args()
     results = measure(**vars(arguments))
     columns = ["fp32 dQ vs fp32", "fp32 dQ vs bf16", "fp16 dQ vs fp32", "fp16 dQ vs bf16"]
