@@ -55,13 +55,13 @@ class Shared(NamedTuple):
     q_full: cute.Pointer  # once, resident seeds only: loads → all who read them
     q_transposed: cute.Pointer  # of each buffer of Qᵀ: reduce → compute
     k: Ring  # once a tile: loads → compute, reduce
-    v: Ring  # once a tile: loads → compute, reduce
-    scale_full: cute.Pointer  # once a tile: dS's scale is known: reduce → compute
+    v: Ring  # once a tile: loads → compute
+    scale_full: cute.Pointer  # of each slot of facts: dS's scale is known: norms → compute, reduce
     step: Ring  # loads → compute, and reduce where Q travels too
     ds: Ring  # compute → reduce
     facts: cute.Tensor  # [16, 2] words: `TileFacts`, and log2 of dS's scale behind
     maxima: cute.Tensor  # [2, 8, 2] float32: largest dV and dK of a warp's 16 events; by turn
-    norms: cute.Tensor  # [4] float32: largest |V| of a warp's 32 events
+    norms: cute.Tensor  # [2, 2] float32: largest |V| of a warp's 64 events; by turn
     records: cute.Tensor  # [68, stages] words
     q_bytes: cute.Tensor  # [64·D, buffers]
     q_transposed_bytes: cute.Tensor  # [64·D, buffers]

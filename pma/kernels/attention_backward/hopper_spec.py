@@ -16,7 +16,7 @@ from pma.numerics import E4M3_MAX
 STEP = 64  # seeds
 WARPGROUPS = 2  # that compute
 GROUP_ROWS = TILE // WARPGROUPS
-COMPUTE_WARPS, REDUCE_WARPS = 4 * WARPGROUPS, 4
+COMPUTE_WARPS, REDUCE_WARPS, NORM_WARPS = 4 * WARPGROUPS, 4, 2
 RECORD_WORDS = 68  # of a step's seeds: pairs of fp16 for shift and δ, two scales of Q, two words that fill up
 SUMMARY_WORDS = 4  # of a segment and head, see `seed_statistics.py`
 MAX_SLABS = 4  # of dQ for each head

@@ -11,13 +11,13 @@ Each CTA keeps one head and goes through tiles of 128 events, the seeds 64 at a 
 the rows, so that Pᵀ and dSᵀ stay in registers as left operands of dV and dK. dS goes to shared memory for dQ: pairs of
 events g and g + 8 make the 16-bit units of `stmatrix.trans`, and K is transposed in that order.
 
-Warps: 0 loads · 1 searches tiles, their scales beside them · 2, 3 make registers free · 4–7 and 8–11 compute, 64 events
-each · 12–15 transpose Q and K, find the scale of dS from the norms of V, multiply dQ and add it to a slab in L2.
+Warps: 0 loads · 1 searches tiles, their scales beside them · 2, 3 find the scale of dS from the norms of V · 4–7 and
+8–11 compute, 64 events each · 12–15 transpose Q and K, multiply dQ and add it to a slab in L2.
 
     who       before          waits for        because
-    loads     K, V            `k.empty`, …     S and the transposition, dP and the norms have read the tile before
+    loads     K, V            `k.empty`, …     S and the transposition, or dP, have read the tile before
     loads     a step          `step.empty`     its products are done; Q of that buffer has been transposed
-    compute   the first dS    `scale_full`     its scale is known
+    compute   the first dS    `scale_full`     its scale is known, and `reduce` before the first dQ
     compute   dK              `q_transposed`   Qᵀ is there
     compute   storing dS      `ds.empty`       dQ of two steps before has read it
     reduce    dQ              `ds.full`        dS of both warpgroups is there
@@ -53,6 +53,7 @@ from pma.kernels.attention_backward.hopper_operands import (
 from pma.kernels.attention_backward.hopper_spec import (
     COMPUTE_WARPS,
     GROUP_ROWS,
+    NORM_WARPS,
     RECORD_WORDS,
     REDUCE_WARPS,
     STEP,
@@ -94,12 +95,12 @@ from pma.layouts.mxfp8 import SCALE_ONE
 from pma.layouts.transposed import GROUP
 from pma.numerics import DELTA_ROOM, E4M3_MAX
 
-LOAD_WARP, SEARCH_WARP = 0, 1
+LOAD_WARP, SEARCH_WARP, FIRST_NORM_WARP = 0, 1, 2
 FIRST_COMPUTE_WARP, FIRST_REDUCE_WARP = 4, 4 + COMPUTE_WARPS
 REGISTERS = {"others": 24, "compute": 208, "reduce": 72}
 TILES = 2  # announced at once
 FACT_WORDS, DS_LOG2 = 16, 12  # of a tile; the place of log2 of dS's scale, behind its facts
-REDUCE_BARRIER = 1  # named
+REDUCE_BARRIER, NORM_BARRIER = 1, 4  # named; 2 and 3 are the epilogue's
 DS_BUFFERS = 2
 PIECES = STEP // COLUMN_GROUP  # of a step's seeds in a thread's accumulators
 WORD = 4
@@ -159,6 +160,8 @@ class HopperBackward(HopperGradients):
                 self.load(o, loads, shared)
             elif warp == SEARCH_WARP:
                 self.search(o, shared)
+            else:
+                self.measure(o, shared)
         elif warp < FIRST_REDUCE_WARP:
             cute.arch.setmaxregister_increase(REGISTERS["compute"])
             self.compute(o, shared)
@@ -187,12 +190,12 @@ class HopperBackward(HopperGradients):
             q_transposed=smem.allocate_array(Int64, q_buffers),
             k=ring(1),
             v=ring(1),
-            scale_full=smem.allocate_array(Int64, 1),
+            scale_full=smem.allocate_array(Int64, TILES),
             step=ring(config.stages),
             ds=ring(DS_BUFFERS),
             facts=array(Uint32, (FACT_WORDS, TILES), 16),
             maxima=array(Float32, (2, COMPUTE_WARPS, 2), 16),
-            norms=array(Float32, REDUCE_WARPS, 16),
+            norms=array(Float32, (NORM_WARPS, TILES), 16),
             records=array(Uint32, (RECORD_WORDS, config.stages), 16),
             **dict(zip(Shared._fields[-8:], tiles, strict=True)),
         )
@@ -200,13 +203,14 @@ class HopperBackward(HopperGradients):
     @cute.jit
     def init_barriers(self, shared: Shared):
         both, stays = COMPUTE_WARPS + REDUCE_WARPS, self.config.q_is_resident
-        init_ring(shared.tiles.full, shared.tiles.empty, TILES, both + 1)
+        init_ring(shared.tiles.full, shared.tiles.empty, TILES, both + NORM_WARPS + 1)
         cute.arch.mbarrier_init(shared.q_full, 1)
         for buffer in cutlass.range_constexpr(self.config.q_buffers(self.spec)):
             cute.arch.mbarrier_init(shared.q_transposed + buffer, REDUCE_WARPS)
         init_ring(shared.k.full, shared.k.empty, 1, both)
-        init_ring(shared.v.full, shared.v.empty, 1, both)
-        cute.arch.mbarrier_init(shared.scale_full, 1)
+        init_ring(shared.v.full, shared.v.empty, 1, COMPUTE_WARPS)
+        for slot in cutlass.range_constexpr(TILES):
+            cute.arch.mbarrier_init(shared.scale_full + slot, 1)
         init_ring(shared.step.full, shared.step.empty, self.config.stages, COMPUTE_WARPS if stays else both)
         init_ring(shared.ds.full, shared.ds.empty, DS_BUFFERS, REDUCE_WARPS, COMPUTE_WARPS)
 
@@ -362,6 +366,55 @@ class HopperBackward(HopperGradients):
         )
         cute.copy(atom, source, to, tma_bar_ptr=full)
 
+    # ---------------------------------------------------------------------------------------------- scale of dS
+
+    @cute.jit
+    def measure(self, o: HopperBackwardOperands, shared: Shared):
+        """Publish dS's scale for each tile, while others work on the one before: V is read from memory."""
+        turn, is_busy = Int32(0), True
+        while is_busy:
+            facts = self.tile_facts(shared, turn)
+            is_busy = facts.rows.tile >= 0
+            if facts.rows.num_rows > 0:
+                self.publish_scale(o, shared, facts, turn)
+            if cute.arch.warp_idx() == FIRST_NORM_WARP:
+                arrive(shared.scale_full + turn % TILES)
+            self.release_facts(shared, turn)
+            turn += 1
+
+    @cute.jit
+    def wait_for_scale(self, shared: Shared, turn: Int32):
+        cute.arch.mbarrier_wait(shared.scale_full + turn % TILES, turn // TILES % 2)
+
+    @cute.jit
+    def publish_scale(self, o: HopperBackwardOperands, shared: Shared, facts: TileFacts, turn: Int32):
+        """log2 of dS's scale for a tile, from the norms of its V."""
+        warp, lane, largest = cute.arch.warp_idx() - FIRST_NORM_WARP, cute.arch.lane_idx(), Float32(0.0)
+        words = cute.make_rmem_tensor(WORD, Uint32)
+        for block in cutlass.range(warp, TILE // BLOCK, NORM_WARPS, unroll=1):
+            row, total = block * BLOCK + lane, Float32(0.0)
+            if row < facts.rows.num_rows:
+                start = Int64(facts.rows.first_row + row) * self.spec.columns + self.head() * self.head_dim
+                values = cute.recast_ptr(element_pointer(o.v, start, 16), dtype=Uint32)
+                for chunk in cutlass.range(self.head_dim // 16, unroll=2):
+                    cute.autovec_copy(cute.make_tensor(values + WORD * chunk, cute.make_layout(WORD)), words)
+                    for word in cutlass.range_constexpr(WORD):
+                        total = half.square_sum_of_e4m3(words[word], total)
+            norm = cute.math.sqrt(total if total == total else Float32(0.0))
+            largest = cute.arch.fmax(largest, norm * power_of_two(log2_of_scale(byte_of(facts.v_scales, block))))
+        largest = warp_reduce(largest, cute.arch.fmax)
+        if lane == 0:
+            shared.norms[warp, turn % TILES] = largest
+        cute.arch.barrier(barrier_id=NORM_BARRIER, number_of_threads=32 * NORM_WARPS)
+        if warp == 0:
+            largest = cute.arch.fmax(largest, shared.norms[1, turn % TILES])
+            bound = largest * facts.dout_norm.bitcast(Float32) + facts.delta.bitcast(Float32)
+            ds_log2 = floor_log2(Float32(E4M3_MAX) / bound)
+            ds_log2 = cutlass.min(ds_log2, facts.x - largest_of_bytes(facts.v_scales))
+            ds_log2 = cutlass.min(ds_log2, DELTA_ROOM - 1 + facts.x - facts.delta_log2)
+            if lane == 0:
+                shared.facts[DS_LOG2, turn % TILES] = Uint32(ds_log2)
+
     # --------------------------------------------------------------------------------------------------- compute
 
     @cute.jit
@@ -426,7 +479,7 @@ class HopperBackward(HopperGradients):
                     of_step = dout_transposed[None, None, None, stage]
                     multiply(gradient_product, own.dv, own.p, of_step, step != 0)
                     if step == 0:
-                        cute.arch.mbarrier_wait(shared.scale_full, tile_parity)
+                        self.wait_for_scale(shared, turn)
                         dp_factor, deltdp_factor = self.ds_factors(shared, facts, turn, block)
                     deltas = pairs_of_seeds(record, 32)
                     for j in cutlass.range_constexpr(PIECES):
@@ -528,7 +581,7 @@ class HopperBackward(HopperGradients):
 
     @cute.jit
     def reduce(self, o: HopperBackwardOperands, shared: Shared):
-        """Transposed Q and K, the scale of dS, and dQ."""
+        """Transposed Q and K, and dQ."""
         product, config = fp8_product(STEP, Float32, warpgroup.OperandSource.SMEM), self.config
         part = product.get_slice(0)
         ds = with_layout(shared.ds_bytes, self.row_layout(STEP, DS_BUFFERS, columns=TILE))
@@ -544,8 +597,6 @@ class HopperBackward(HopperGradients):
             rows = facts.rows
             is_busy = rows.tile >= 0
             if rows.num_rows > 0:
-                cute.arch.mbarrier_wait(shared.v.full, tile_parity)
-                ds_log2 = self.publish_scale(shared, facts, turn)
                 if to_transpose > 0:
                     cute.arch.mbarrier_wait(shared.q_full, 0)
                 for step in cutlass.range(to_transpose, unroll=1):
@@ -559,7 +610,8 @@ class HopperBackward(HopperGradients):
                 self.barrier()
                 if const_expr(not self.spec.is_shared):
                     q_log2 = self.largest_q(o, rows.segment)
-                factor = power_of_two(k_log2 - ds_log2)
+                self.wait_for_scale(shared, turn)
+                factor = power_of_two(k_log2 - Int32(shared.facts[DS_LOG2, turn % TILES]))
                 for step in cutlass.range(self.spec.steps, unroll=1):
                     if const_expr(not config.q_is_resident):
                         cute.arch.mbarrier_wait(shared.step.full + stage, parity)
@@ -582,38 +634,6 @@ class HopperBackward(HopperGradients):
     @cute.jit
     def barrier(self):
         cute.arch.barrier(barrier_id=REDUCE_BARRIER, number_of_threads=32 * REDUCE_WARPS)
-
-    @cute.jit
-    def publish_scale(self, shared: Shared, facts: TileFacts, turn: Int32) -> Int32:
-        """log2 of dS's scale for a tile, from the norms of its V."""
-        warp, lane = cute.arch.warp_idx() - FIRST_REDUCE_WARP, cute.arch.lane_idx()
-        row, total = warp * BLOCK + lane, Float32(0.0)
-        words = cute.make_rmem_tensor(WORD, Uint32)
-        tile = cute.recast_ptr(shared.v_bytes.iterator, dtype=Uint32)
-        for chunk in cutlass.range(self.head_dim // 16, unroll=2):  # a register less for each address
-            place = cute.assume(self.swizzled(row, chunk) // WORD, WORD)
-            cute.autovec_copy(cute.make_tensor(tile + place, cute.make_layout(WORD)), words)
-            for word in cutlass.range_constexpr(WORD):
-                total = half.square_sum_of_e4m3(words[word], total)
-        arrive(shared.v.empty)
-        is_there = (row < facts.rows.num_rows) & (total == total)
-        norm = cute.math.sqrt(total if is_there else Float32(0.0))
-        norm = norm * power_of_two(log2_of_scale(byte_of(facts.v_scales, warp)))
-        norm = warp_reduce(norm, cute.arch.fmax)
-        if lane == 0:
-            shared.norms[warp] = norm
-        self.barrier()
-        for other in cutlass.range_constexpr(REDUCE_WARPS):
-            norm = cute.arch.fmax(norm, shared.norms[other])
-        bound = norm * facts.dout_norm.bitcast(Float32) + facts.delta.bitcast(Float32)
-        ds_log2 = floor_log2(Float32(E4M3_MAX) / bound)
-        ds_log2 = cutlass.min(ds_log2, facts.x - largest_of_bytes(facts.v_scales))
-        ds_log2 = cutlass.min(ds_log2, DELTA_ROOM - 1 + facts.x - facts.delta_log2)
-        if (warp == 0) & (lane == 0):
-            shared.facts[DS_LOG2, turn % TILES] = Uint32(ds_log2)
-        if warp == 0:
-            arrive(shared.scale_full)
-        return ds_log2
 
     @cute.jit
     def swizzled(self, row: Int32, chunk: Int32) -> Int32:
