@@ -31,6 +31,7 @@ from pma.testing import relative_error
 DEVICE = "cuda"
 PEER = "FlashAttention-4, bf16"
 ALONE = "kernel-alone"
+HEADROOM = {"p_scale_log2": 4, "rescale_threshold_log2": 4.8}
 # What differs from the default: fields of the numerics, fields of the configuration.
 VARIANTS: dict[str, tuple[dict, dict]] = {
     "pma": ({}, {}),
@@ -44,6 +45,9 @@ VARIANTS: dict[str, tuple[dict, dict]] = {
     "fp32-scores": ({}, {"scores": "fp32"}),
     "3-stages": ({}, {"stages": 3}),
     "narrow-stores": ({}, {"wide_stores": False}),
+    "optimistic": ({}, {"optimistic": True}),
+    "more-headroom": (HEADROOM, {}),
+    "optimistic-more-headroom": (HEADROOM, {"optimistic": True}),
     "forward-order": ({"kv_order": "forward"}, {}),
 }
 

@@ -4,7 +4,7 @@
 
 768 segments with lengths drawn from 1 … max-length, 512 shared seeds, 3 heads of 128, events and gradients in bf16,
 parameters in fp32. The peer is FlashAttention-4's varlen kernel on queries repeated for each segment, quack's RMSNorm,
-and torch's linear layers in bf16; values are the normalised events in both. Both are compiled by torch.compile. Each
+and torch's linear layers in bf16; values are the normalised events in both. All are compiled by torch.compile. Each
 runs alone for most of a second (`sustained.py`); memory is the peak that torch's allocator saw beside the inputs.
 
 --trace lists the kernels of one step of ours by time.
@@ -12,6 +12,7 @@ runs alone for most of a second (`sustained.py`); memory is the peak that torch'
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,11 @@ import pma
 from benchmarks import record
 from benchmarks.sustained import measure
 from pma.jagged import equal_offsets
+from pma.numerics import HOPPER_NUMERICS
 
 DEVICE = "cuda"
 SEGMENTS, SEEDS, HEADS, COLUMNS = 768, 512, 3, 384
+FP16_DQ = replace(HOPPER_NUMERICS, dq_accumulation="fp16")
 
 
 class PeerPMA(nn.Module):
@@ -82,15 +85,15 @@ def training_step(module: Callable[..., Tensor], parameters: list[Tensor], input
 
 def make_steps(max_length: int) -> tuple[dict[str, Callable[[], None]], int]:
     events, offsets, dout, longest = make_inputs(max_length)
-    ours = pma.PMA(embed_dim=COLUMNS, num_heads=HEADS, num_seeds=SEEDS, backend="sm90", device=DEVICE)
-    peer = PeerPMA(COLUMNS, HEADS, SEEDS).to(DEVICE)
-    compiled = torch.compile(ours, fullgraph=True)
-    steps = {
-        "pma": training_step(compiled, list(ours.parameters()), (events, offsets, dout)),
-        "bf16: FlashAttention-4, quack, cuBLAS": training_step(
-            torch.compile(peer), list(peer.parameters()), (events, offsets, longest, dout)
-        ),
-    }
+    sizes = {"embed_dim": COLUMNS, "num_heads": HEADS, "num_seeds": SEEDS}
+    peer, steps = PeerPMA(COLUMNS, HEADS, SEEDS).to(DEVICE), {}
+    for name, numerics in (("pma", HOPPER_NUMERICS), ("pma, dQ in fp16", FP16_DQ)):
+        ours = pma.PMA(**sizes, numerics=numerics, backend="sm90", device=DEVICE)
+        compiled = torch.compile(ours, fullgraph=True)
+        steps[name] = training_step(compiled, list(ours.parameters()), (events, offsets, dout))
+    steps["bf16: FlashAttention-4, quack, cuBLAS"] = training_step(
+        torch.compile(peer), list(peer.parameters()), (events, offsets, longest, dout)
+    )
     return steps, events.shape[0]
 
 

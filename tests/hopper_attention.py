@@ -168,6 +168,10 @@ CASES = {
     "fp32 scores, heads of 64": make_problem(SHORT, 64, 1, 128, scores="fp32"),
     "no headroom, every maximum": make_problem(SHORT, 128, 1, 200, numerics=NO_HEADROOM),
     "sharp scores": make_problem(SHORT, 128, 1, 200, magnitudes=SHARP, numerics=FORWARD),
+    "optimistic": make_problem(LENGTHS, 128, 1, 200, optimistic=True),
+    "optimistic, sharp scores": make_problem(
+        (300, 700, 40), 64, 2, 128, magnitudes=SHARP, numerics=FORWARD, optimistic=True
+    ),
     "promotion of each tile, two stages": make_problem((700, 0, 520), 128, 1, 128, promotion=1, stages=2),
     "promotion of two tiles, fp32 sum": make_problem((700, 129), 64, 1, 256, promotion=2, numerics=FP32_SUM),
     "no promotion, no cluster": make_problem(SHORT, 128, 1, 256, promotion=0, ctas=1),

@@ -50,6 +50,7 @@ class HopperForwardConfig:
         scores: type of the accumulators of Q Kᵀ.
         exact_lse: lse is that of P before its cast, not of the sum that O is divided by.
         wide_stores: lanes exchange results of 16 bits, so that each stores 16 bytes.
+        optimistic: exponentials do not wait for the tile's maximum; P is lowered where it moves. Only with fp16 scores.
     """
 
     stages: int
@@ -58,6 +59,7 @@ class HopperForwardConfig:
     scores: Literal["fp16", "fp32"]
     exact_lse: bool
     wide_stores: bool
+    optimistic: bool
 
     @property
     def threads(self) -> int:
@@ -90,13 +92,15 @@ def choose_config(spec: HopperForwardSpec, facts: DeviceFacts, **choices: object
     scores = choices.get("scores", "fp16" if fits_fp16(spec) else "fp32")
     defaults = {
         "stages": 0, "ctas": 1, "promotion": 8, "scores": scores,
-        "exact_lse": True, "wide_stores": True,
+        "exact_lse": True, "wide_stores": True, "optimistic": False,
     }  # fmt: skip
     config = HopperForwardConfig(**defaults | choices)  # type: ignore[arg-type]
     if spec.seed_tiles % config.ctas:
         raise ValueError(f"ctas must divide the {spec.seed_tiles} seed tiles, got {config.ctas}")
     if config.scores == "fp16" and not fits_fp16(spec):
         raise ValueError("scores='fp16' needs a headroom_exponent of 5 for heads of 128, 4 for 64")
+    if config.optimistic and config.scores == "fp32":
+        raise ValueError("optimistic=True needs scores='fp16': registers hold the scores and their exponentials")
     if config.stages:
         return config
     room = facts.shared_bytes_per_block - BOOKKEEPING_BYTES - config.sum_bytes(spec)

@@ -177,6 +177,13 @@ class HalfScores:
                     weights[r, j] = half.exp2_of_pair(half.fma_pairs(scores[r, j], factors[block], shift))
 
     @cute.jit
+    def multiply(self, weights: cute.Tensor, row_factors: cute.Tensor):
+        for r in cutlass.range_constexpr(LANE_ROWS):
+            factor = half.pair_of(row_factors[r])
+            for j in cutlass.range_constexpr(GROUPS):
+                weights[r, j] = half.mul_pairs(weights[r, j], factor)
+
+    @cute.jit
     def total(self, weights: cute.Tensor, unfolds: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
         both = Uint32(0)
         for block in cutlass.range_constexpr(BLOCKS):

@@ -78,6 +78,7 @@ GROUPS = TILE // GROUP  # of tokens in a tile
 FOLDS, LARGEST, UNFOLDS = BLOCKS, 2 * BLOCKS, 3 * BLOCKS  # places in a record
 FIRST_WEIGHT = 8  # octaves that the first row of weights undoes; E4M3 holds 2^8
 WORD = 4
+FAR = 15.0  # octaves of P that fp16 holds, and one less
 
 
 class HopperForward(SharesOfCtas):
@@ -86,6 +87,7 @@ class HopperForward(SharesOfCtas):
     def __init__(self, spec: HopperForwardSpec, config: HopperForwardConfig):
         self.spec, self.config, self.numerics = spec, config, spec.numerics
         self.scale_log2 = math.log2(math.e) / math.sqrt(spec.head_dim)
+        self.top = spec.numerics.p_scale_log2 + spec.numerics.rescale_threshold_log2  # octaves that P may reach
         self.out_dtype = CUTE_DTYPES[spec.out_dtype]
         self.scores = HalfScores() if config.scores == "fp16" else FloatScores()
         self.sums_in_product = spec.numerics.denominator == "quantized"
@@ -457,27 +459,58 @@ class HopperForward(SharesOfCtas):
         if count < TILE:
             self.scores.mask(scores, count - 2 * (cute.arch.lane_idx() % 4))
         weights = self.scores.new_weights()
-        maxima = self.scores.maxima(scores, factors)
-        for r in cutlass.range_constexpr(LANE_ROWS):
-            own.tops[r] = cute.arch.fmax(own.tops[r], maxima[r])
-        top = self.numerics.p_scale_log2 + self.numerics.rescale_threshold_log2
-        is_past = (maxima[0] + own.shifts[0] > top) | (maxima[1] + own.shifts[1] > top)
-        has_moved = cute.arch.vote_any_sync(is_past | (step == 0))
-        if has_moved:
-            self.move(own, maxima, top, step == 0)
-        self.scores.exponentials(weights, scores, factors, own.shifts, folds)
+        take = self.take_guessing if const_expr(self.config.optimistic) else self.take
+        has_moved = take(own, weights, scores, (factors, folds), step == 0)
         if const_expr(self.sums_in_registers):
             for r in cutlass.range_constexpr(LANE_ROWS):
                 own.totals[r] += self.scores.total(weights, unfolds, r)
         return weights, has_moved
 
     @cute.jit
-    def move(self, own: Registers, maxima: cute.Tensor, top: cutlass.Constexpr[float], is_first):
+    def take(self, own: Registers, weights: cute.Tensor, scores: cute.Tensor, scales, is_first):
+        """P, relative to maxima that are looked at first; returns whether one has moved. scales: (factors, folds)."""
+        maxima, is_past = self.look(own, scores, scales[0])
+        has_moved = cute.arch.vote_any_sync(is_past | is_first)
+        if has_moved:
+            self.move(own, maxima, is_first)
+        self.scores.exponentials(weights, scores, scales[0], own.shifts, scales[1])
+        return has_moved
+
+    @cute.jit
+    def take_guessing(self, own: Registers, weights: cute.Tensor, scores: cute.Tensor, scales, is_first):
+        """The same without waiting for maxima: P is lowered where one moves, taken again where fp16 could not hold it.
+
+        The last wait of a step then stands behind the exponentials: the compiler moves it up to a branch, no further.
+        """
+        if is_first:
+            self.move(own, self.scores.maxima(scores, scales[0]), True)
+        self.scores.exponentials(weights, scores, scales[0], own.shifts, scales[1])
+        maxima, is_past = self.look(own, scores, scales[0])
+        has_moved = cute.arch.vote_any_sync(is_past)
+        if has_moved:
+            is_far = (maxima[0] + own.shifts[0] > FAR) | (maxima[1] + own.shifts[1] > FAR)
+            self.move(own, maxima, False)
+            if cute.arch.vote_any_sync(is_far):
+                self.scores.exponentials(weights, scores, scales[0], own.shifts, scales[1])
+            else:
+                self.scores.multiply(weights, own.factors)
+        return has_moved
+
+    @cute.jit
+    def look(self, own: Registers, scores: cute.Tensor, factors: cute.Tensor):
+        """(the tile's maxima, whether P of one would pass the top)."""
+        maxima = self.scores.maxima(scores, factors)
+        for r in cutlass.range_constexpr(LANE_ROWS):
+            own.tops[r] = cute.arch.fmax(own.tops[r], maxima[r])
+        return maxima, (maxima[0] + own.shifts[0] > self.top) | (maxima[1] + own.shifts[1] > self.top)
+
+    @cute.jit
+    def move(self, own: Registers, maxima: cute.Tensor, is_first):
         """Make P relative to the tile's maximum, in a segment's first tile and in rows that passed the top."""
         for r in cutlass.range_constexpr(LANE_ROWS):
             maximum, before = quad_max(maxima[r]), own.shifts[r]
             moved = self.scores.round_shift(self.numerics.p_scale_log2 - maximum)
-            own.shifts[r] = moved if is_first | (maximum + before > top) else before
+            own.shifts[r] = moved if is_first | (maximum + before > self.top) else before
             factor = cute.math.exp2(own.shifts[r] - before, fastmath=True)
             own.factors[r] = Float32(1.0) if is_first else factor
             own.totals[r] *= own.factors[r]
