@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hopper_backward import CASES, call, check, expected_gradients, gradients, make
+from hopper_backward import CASES, call, check, expected_gradients, gradients, make, with_dout
 from jagged_attention import part, spoil
 
 from pma.kernels.attention_backward.hopper_spec import choose_config
 from pma.kernels.device_facts import SM90
-from pma.layouts import MXFP8Tensor
+from pma.layouts import BLOCK, MXFP8Tensor, quantize
 
 pytestmark = [pytest.mark.ptxsim]
 
@@ -59,6 +59,26 @@ def test_events_without_weight_get_zero(on):
     for gradient in (dk, dv):
         assert (gradient.data & 0x7F == 0).all() and (gradient.scales == 0).all()
     assert (dq == 0).all()
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_the_largest_events_choose_the_scale_of_ds(on, block):
+    """V of one block of 32 is 2^10 larger, its signs alternate so that δ is small, and dO is parallel: |dS| is at its
+    bound, so that a scale chosen by the other blocks would leave E4M3."""
+    p = make((128,), 128, 1, 64)
+    signs, first = 1.0 - 2.0 * (torch.arange(len(p.forward.k.data)) % 2), int(p.forward.offsets[0]) + block * BLOCK
+    sizes = torch.full_like(signs, 2.0**-6)
+    sizes[first : first + BLOCK] *= 2.0**10
+    v = (signs * sizes).unsqueeze(1).expand(-1, 128).contiguous()
+    headroom = p.spec.numerics.dp_headroom_exponent
+    forward = p.forward._replace(
+        k=p.forward.k._replace(scales=p.forward.k.scales - 12),  # scores near 0
+        v=MXFP8Tensor(*quantize(v, p.forward.offsets, columns_per_scale=128, headroom_exponent=headroom)),
+    )
+    p = with_dout(p.spec, forward, torch.ones(64, 128), {})
+    with on(1):
+        actual = gradients(p)
+    check(p, actual)
 
 
 def test_the_order_of_completion_changes_no_bit(on):
