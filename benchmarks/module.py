@@ -6,6 +6,7 @@
 parameters in fp32. The peer is FlashAttention-4's varlen kernel on queries repeated for each segment, quack's RMSNorm,
 and torch's linear layers in bf16; values are the normalised events in both. All are compiled by torch.compile. Each
 runs alone for most of a second (`sustained.py`); memory is the peak that torch's allocator saw beside the inputs.
+Ours runs under Hopper's record of numerics, and once more with dQ in fp16.
 
 --trace lists the kernels of one step of ours by time.
 """

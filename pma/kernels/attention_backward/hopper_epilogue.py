@@ -10,7 +10,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32
 from quack.reduce import warp_reduce
 
 from pma.kernels.attention_backward.hopper_operands import Gradient, HopperBackwardOperands, Shared
-from pma.kernels.attention_backward.hopper_spec import COMPUTE_WARPS, HopperBackwardSpec
+from pma.kernels.attention_backward.hopper_spec import COMPUTE_WARPS, DS_LOG2, TILES, HopperBackwardSpec
 from pma.kernels.blocks.block_quantize import clear_unused_scales, store_compact_scales
 from pma.kernels.blocks.block_scales import inverse_scale, max_magnitude, power_of_two, scale_byte
 from pma.kernels.blocks.byte_transpose import permuted
@@ -38,13 +38,18 @@ class HopperGradients:
         return block % self.spec.num_heads
 
     @cute.jit
+    def ds_log2(self, shared: Shared, turn: Int32) -> Int32:
+        """log2 of dS's scale for this CTA's tile number `turn`, once it is published."""
+        return Int32(shared.facts[DS_LOG2, turn % TILES])
+
+    @cute.jit
     def store_gradients(self, o: HopperBackwardOperands, shared: Shared, sums, known):
         """sums: (dV, dK); known: (facts of the tile, turn, log2 of Q's largest scale)."""
         facts, turn, q_log2 = known
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_WARP
         count = facts.rows.num_rows - warp * WARP_ROWS - cute.arch.lane_idx() // 4  # rows from the lane's first on
-        ds_log2 = Int32(shared.facts[12, turn % 2])
-        factors = (power_of_two(-facts.x), power_of_two(q_log2 - ds_log2) * self.softmax_scale)
+        of_dk = power_of_two(q_log2 - self.ds_log2(shared, turn)) * self.softmax_scale
+        factors = (power_of_two(-facts.x), of_dk)
         maxima = shared.maxima[None, None, turn % 2]
         for which in cutlass.range_constexpr(2):
             bits = Int32(self.amax(sums[which], count).bitcast(Uint32))  # of magnitudes, NaN the greatest

@@ -52,12 +52,15 @@ from pma.kernels.attention_backward.hopper_operands import (
 )
 from pma.kernels.attention_backward.hopper_spec import (
     COMPUTE_WARPS,
+    DS_LOG2,
+    FACT_WORDS,
     GROUP_ROWS,
     NORM_WARPS,
     RECORD_WORDS,
     REDUCE_WARPS,
     STEP,
     SUMMARY_WORDS,
+    TILES,
     WARPGROUPS,
     HopperBackwardConfig,
     HopperBackwardSpec,
@@ -76,7 +79,7 @@ from pma.kernels.blocks.byte_transpose import (
     scaled_bytes,
     store_transposed,
 )
-from pma.kernels.blocks.memory import add_vector, element_pointer, load_byte
+from pma.kernels.blocks.memory import add_vector, element_pointer, load_byte, row_tensor
 from pma.kernels.blocks.ring import Ring, arrive, bulk_load, init_ring, next_stage
 from pma.kernels.blocks.row_tiles import RowTile, find_row_tile
 from pma.kernels.blocks.warpgroup_product import (
@@ -98,8 +101,6 @@ from pma.numerics import DELTA_ROOM, E4M3_MAX
 LOAD_WARP, SEARCH_WARP, FIRST_NORM_WARP = 0, 1, 2
 FIRST_COMPUTE_WARP, FIRST_REDUCE_WARP = 4, 4 + COMPUTE_WARPS
 REGISTERS = {"others": 24, "compute": 208, "reduce": 72}
-TILES = 2  # announced at once
-FACT_WORDS, DS_LOG2 = 16, 12  # of a tile; the place of log2 of dS's scale, behind its facts
 REDUCE_BARRIER, NORM_BARRIER = 1, 4  # named; 2 and 3 are the epilogue's
 DS_BUFFERS = 2
 PIECES = STEP // COLUMN_GROUP  # of a step's seeds in a thread's accumulators
@@ -395,9 +396,10 @@ class HopperBackward(HopperGradients):
             row, total = block * BLOCK + lane, Float32(0.0)
             if row < facts.rows.num_rows:
                 start = Int64(facts.rows.first_row + row) * self.spec.columns + self.head() * self.head_dim
-                values = cute.recast_ptr(element_pointer(o.v, start, 16), dtype=Uint32)
-                for chunk in cutlass.range(self.head_dim // 16, unroll=2):
-                    cute.autovec_copy(cute.make_tensor(values + WORD * chunk, cute.make_layout(WORD)), words)
+                values = row_tensor(o.v, start, cute.make_layout((16, self.head_dim // 16)))
+                values = cute.recast_tensor(values, Uint32)
+                for chunk in cutlass.range(self.head_dim // 16, unroll=2):  # more would not fit the registers
+                    cute.autovec_copy(values[None, chunk], words)
                     for word in cutlass.range_constexpr(WORD):
                         total = half.square_sum_of_e4m3(words[word], total)
             norm = cute.math.sqrt(total if total == total else Float32(0.0))
@@ -538,7 +540,7 @@ class HopperBackward(HopperGradients):
     @cute.jit
     def ds_factors(self, shared: Shared, facts: TileFacts, turn: Int32, block: Int32):
         """What a sum of payloads of dP and a unit of δ are in dS, over P."""
-        exponent = Int32(shared.facts[DS_LOG2, turn % TILES]) - facts.x
+        exponent = self.ds_log2(shared, turn) - facts.x
         of_dp = power_of_two(exponent) * block_scale(byte_of(facts.v_scales, block))
         return half.pair_of(of_dp), half.pair_of(power_of_two(exponent + facts.delta_log2))
 
@@ -611,7 +613,7 @@ class HopperBackward(HopperGradients):
                 if const_expr(not self.spec.is_shared):
                     q_log2 = self.largest_q(o, rows.segment)
                 self.wait_for_scale(shared, turn)
-                factor = power_of_two(k_log2 - Int32(shared.facts[DS_LOG2, turn % TILES]))
+                factor = power_of_two(k_log2 - self.ds_log2(shared, turn))
                 for step in cutlass.range(self.spec.steps, unroll=1):
                     if const_expr(not config.q_is_resident):
                         cute.arch.mbarrier_wait(shared.step.full + stage, parity)

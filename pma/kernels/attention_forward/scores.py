@@ -177,7 +177,8 @@ class HalfScores:
                     weights[r, j] = half.exp2_of_pair(half.fma_pairs(scores[r, j], factors[block], shift))
 
     @cute.jit
-    def multiply(self, weights: cute.Tensor, row_factors: cute.Tensor):
+    def lower(self, weights: cute.Tensor, row_factors: cute.Tensor):
+        """Multiply each row by its factor, that of a maximum which has moved."""
         for r in cutlass.range_constexpr(LANE_ROWS):
             factor = half.pair_of(row_factors[r])
             for j in cutlass.range_constexpr(GROUPS):

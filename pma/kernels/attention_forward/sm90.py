@@ -469,11 +469,12 @@ class HopperForward(SharesOfCtas):
     @cute.jit
     def take(self, own: Registers, weights: cute.Tensor, scores: cute.Tensor, scales, is_first):
         """P, relative to maxima that are looked at first; returns whether one has moved. scales: (factors, folds)."""
-        maxima, is_past = self.look(own, scores, scales[0])
+        factors, folds = scales
+        maxima, is_past = self.look(own, scores, factors)
         has_moved = cute.arch.vote_any_sync(is_past | is_first)
         if has_moved:
             self.move(own, maxima, is_first)
-        self.scores.exponentials(weights, scores, scales[0], own.shifts, scales[1])
+        self.scores.exponentials(weights, scores, factors, own.shifts, folds)
         return has_moved
 
     @cute.jit
@@ -482,18 +483,19 @@ class HopperForward(SharesOfCtas):
 
         The last wait of a step then stands behind the exponentials: the compiler moves it up to a branch, no further.
         """
+        factors, folds = scales
         if is_first:
-            self.move(own, self.scores.maxima(scores, scales[0]), True)
-        self.scores.exponentials(weights, scores, scales[0], own.shifts, scales[1])
-        maxima, is_past = self.look(own, scores, scales[0])
+            self.move(own, self.scores.maxima(scores, factors), True)
+        self.scores.exponentials(weights, scores, factors, own.shifts, folds)
+        maxima, is_past = self.look(own, scores, factors)
         has_moved = cute.arch.vote_any_sync(is_past)
         if has_moved:
             is_far = (maxima[0] + own.shifts[0] > FAR) | (maxima[1] + own.shifts[1] > FAR)
             self.move(own, maxima, False)
             if cute.arch.vote_any_sync(is_far):
-                self.scores.exponentials(weights, scores, scales[0], own.shifts, scales[1])
+                self.scores.exponentials(weights, scores, factors, own.shifts, folds)
             else:
-                self.scores.multiply(weights, own.factors)
+                self.scores.lower(weights, own.factors)
         return has_moved
 
     @cute.jit
