@@ -162,7 +162,7 @@ def _fold_of_scales(v: MXFP8Tensor, offsets: Tensor, num_heads: int) -> Tensor:
     index = segment.clamp(min=0)[:, None].expand_as(byte)
     largest = byte.new_zeros(offsets.shape[0], num_heads).scatter_reduce(0, index, byte, "amax").gather(0, index)
     octaves = torch.where(segment[:, None] >= 0, largest - byte, 0).clamp(max=MAX_FOLD_LOG2)
-    return torch.ldexp(torch.ones((), device=octaves.device), -octaves)
+    return torch.ldexp(torch.ones_like(octaves, dtype=torch.float32), -octaves)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Operands:
