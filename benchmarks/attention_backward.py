@@ -5,7 +5,8 @@
 The problem of `benchmarks.attention_forward` with a standard-normal dO in bf16. TFLOP/s counts 10·S·T·E of the real
 events. Variants share one run, each alone for most of a second (`sustained.py`). "pma" is all that follows dO: the pass
 that quantises it and takes δ, statistics of the seeds, the kernel, the sum of dQ's slabs; "without-pass" leaves the
-first out, "fp16-dq" adds dQ in fp16, "deterministic" gives each CTA a slab of its own.
+first out, "fp16-dq" adds dQ in fp16, "cluster" takes clusters of two CTAs, "deterministic" gives each CTA a slab of its
+own.
 
 --check compares every segment's dK and dV, and dQ, with float64 on the dequantised operands.
 """
@@ -31,6 +32,8 @@ VARIANTS: dict[str, tuple[dict, dict]] = {
     "pma": ({}, {}),
     "without-pass": ({}, {}),
     "fp16-dq": ({"dq_accumulation": "fp16"}, {}),
+    "cluster": ({}, {"ctas": 2}),
+    "cluster-fp16-dq": ({"dq_accumulation": "fp16"}, {"ctas": 2}),
     "deterministic": ({}, {"slabs": 0}),
     "1-slab": ({}, {"slabs": 1}),
     "16-slabs": ({}, {"slabs": 16}),

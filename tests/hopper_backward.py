@@ -154,4 +154,11 @@ CASES = {
     "int32 offsets": make((40, 70), 128, 1, 64, offsets_dtype=torch.int32),
     "steps of one tile": make(STEPS_OF_ONE_TILE, 128, 1, 64),
     "three stages": make((128, 256), 64, 1, 300, stages=3),
+    "clusters of two": make(SHORT, 128, 1, 200, ctas=2),
+    "clusters of two, resident": make(SHORT, 128, 3, 512, ctas=2),
+    "clusters of two, every length": make(LENGTHS, 128, 1, 1, ctas=2),
+    "clusters of two, a slab of each": make(SHORT, 128, 1, 128, ctas=2, slabs=0),
+    "clusters of two, fp16 dQ": make(SHORT, 128, 1, 640, numerics=FP16_DQ, ctas=2),
+    "clusters of two, steps of one tile": make(STEPS_OF_ONE_TILE, 128, 1, 64, ctas=2),
+    "clusters of two, V of many scales": make(SHORT, 128, 1, 128, magnitudes=Magnitudes(v=2.0), ctas=2),
 }

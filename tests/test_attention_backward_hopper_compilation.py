@@ -16,26 +16,29 @@ FP16_DQ = replace(HOPPER_NUMERICS, dq_accumulation="fp16")
 I32, I64 = torch.int32, torch.int64
 DEFAULT = HopperBackwardSpec(128, 3, 512, True, HOPPER_NUMERICS, I64)
 CASES = {
-    "heads-of-128": DEFAULT,
-    "heads-of-64": HopperBackwardSpec(64, 6, 512, True, HOPPER_NUMERICS, I32),
-    "fp16-dq": replace(DEFAULT, numerics=FP16_DQ),
-    "640-seeds": replace(DEFAULT, num_seeds=640),
-    "seeds-of-each-segment": HopperBackwardSpec(128, 3, 200, False, HOPPER_NUMERICS, I64),
+    "heads-of-128": (DEFAULT, {}),
+    "heads-of-64": (HopperBackwardSpec(64, 6, 512, True, HOPPER_NUMERICS, I32), {}),
+    "fp16-dq": (replace(DEFAULT, numerics=FP16_DQ), {}),
+    "640-seeds": (replace(DEFAULT, num_seeds=640), {}),
+    "seeds-of-each-segment": (HopperBackwardSpec(128, 3, 200, False, HOPPER_NUMERICS, I64), {}),
+    "cluster": (DEFAULT, {"ctas": 2}),
+    "cluster-fp16-dq": (replace(DEFAULT, numerics=FP16_DQ), {"ctas": 2}),
+    "cluster-640-seeds": (replace(DEFAULT, num_seeds=640), {"ctas": 2}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_machine_code(name, tmp_path, allocated, record_property):
     sm90 = importlib.import_module("pma.kernels.attention_backward.sm90")
-    spec, totals = CASES[name], allocated(sm90)
+    (spec, choices), totals = CASES[name], allocated(sm90)
     assert spec.why_unsupported() is None
-    config = choose_config(spec, SM90)
+    config = choose_config(spec, SM90, **choices)
     code = compile_to(tmp_path, sm90, "sm_90a", spec, config)
     record_property("registers", code.registers)
     record_property("shared_bytes", totals[-1])
     print(f"{name}: {code.registers} registers, {totals[-1]} bytes shared, {config}")
-    scores, halves = 2 * spec.head_dim // 32, spec.head_dim // STEP
-    assert len(code.starting_with("QGMMA")) == scores + 2 * STEP // 32 + halves * TILE // 32
+    scores, halves = 2 * spec.head_dim // 32, spec.head_dim // STEP // config.ctas  # that a CTA multiplies
+    assert len(code.starting_with("QGMMA")) == scores + 2 * STEP // 32 + halves * config.ctas * TILE // 32
     assert not code.starting_with("HGMMA", "IGMMA", "HMMA", "QMMA")
     waits = 4 + halves  # those of the source: S, dP, a step's end, a tile's end; each half of dQ
     assert len(code.starting_with("WARPGROUP.DEPBAR")) == waits, "nothing is serialised"
@@ -78,3 +81,9 @@ def test_config_of_every_shape():
 )
 def test_refusals(changes, message):
     assert message in replace(DEFAULT, **changes).why_unsupported()
+
+
+def test_clusters_need_shared_seeds_and_two_halves_of_columns():
+    for changes in ({"head_dim": 64}, {"is_shared": False}):
+        with pytest.raises(ValueError, match="ctas must be 1 but for shared seeds and heads of 128, got 2"):
+            choose_config(replace(DEFAULT, **changes), SM90, ctas=2)

@@ -18,21 +18,26 @@ def test_right(name):
     check(p, gradients(p))
 
 
+@pytest.mark.parametrize("ctas", [1, 2])
 @pytest.mark.parametrize("numerics", [HOPPER_NUMERICS, FP16_DQ], ids=["fp32", "fp16"])
-def test_long_segments(numerics):
-    p = make((*LENGTHS, 16384, 2000, 8500, 4100), 128, 1, 256, numerics=numerics).to("cuda")
+def test_long_segments(numerics, ctas):
+    p = make((*LENGTHS, 16384, 2000, 8500, 4100), 128, 1, 256, numerics=numerics, ctas=ctas).to("cuda")
     check(p, gradients(p))
 
 
-@pytest.mark.parametrize(("num_seeds", "is_shared"), [(512, True), (640, True), (96, False)])
-def test_many_segments(num_seeds, is_shared):
-    p = make(MANY, 128, 3, num_seeds, is_shared=is_shared).to("cuda")
+SHAPES = [(512, True, 1), (512, True, 2), (640, True, 1), (640, True, 2), (96, False, 1)]
+
+
+@pytest.mark.parametrize(("num_seeds", "is_shared", "ctas"), SHAPES)
+def test_many_segments(num_seeds, is_shared, ctas):
+    p = make(MANY, 128, 3, num_seeds, is_shared=is_shared, ctas=ctas).to("cuda")
     check(p, gradients(p))
 
 
-@pytest.mark.parametrize(("num_seeds", "is_shared"), [(512, True), (96, False)])
-def test_repeats_bit_for_bit_when_asked(num_seeds, is_shared):
-    p = make(MANY[:60], 128, 3, num_seeds, is_shared=is_shared, **({"slabs": 0} if is_shared else {})).to("cuda")
+@pytest.mark.parametrize(("num_seeds", "is_shared", "ctas"), SHAPES)
+def test_repeats_bit_for_bit_when_asked(num_seeds, is_shared, ctas):
+    choices = {"ctas": ctas} | ({"slabs": 0} if is_shared else {})
+    p = make(MANY[:60], 128, 3, num_seeds, is_shared=is_shared, **choices).to("cuda")
     torch.use_deterministic_algorithms(True)
     try:
         first = gradients(p)

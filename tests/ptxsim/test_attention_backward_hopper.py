@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from hopper_backward import CASES, call, check, expected_gradients, gradients, make, with_dout
-from jagged_attention import part, spoil
+from jagged_attention import SHORT, part, spoil
 
 from pma.kernels.attention_backward.hopper_spec import choose_config
 from pma.kernels.device_facts import SM90
@@ -28,7 +28,10 @@ def on(simulated, gpu_stand_in) -> Callable:
     return start
 
 
-BY_DEFAULT = ("every length", "heads of 64", "seeds of each segment", "fp16 dQ", "640 seeds", "dO of many scales")
+BY_DEFAULT = (
+    "every length", "heads of 64", "seeds of each segment", "fp16 dQ", "640 seeds", "dO of many scales",
+    "clusters of two", "clusters of two, every length", "clusters of two, V of many scales",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in BY_DEFAULT else pytest.mark.full) for n in CASES])
@@ -44,7 +47,7 @@ def test_right_and_silent(on, name):
 @pytest.mark.parametrize("name", CASES)
 def test_right_and_silent_whatever_the_order(on, name, seed):
     p = CASES[name]
-    with on(p.spec.num_heads * (1 + seed % 2), seed):
+    with on(p.choices.get("ctas", 1) * p.spec.num_heads * (1 + seed % 2), seed):
         actual = gradients(p)
     check(p, actual)
 
@@ -81,18 +84,20 @@ def test_the_largest_events_choose_the_scale_of_ds(on, block):
     check(p, actual)
 
 
-def test_the_order_of_completion_changes_no_bit(on):
-    """With a slab of each CTA; dK and dV always."""
-    p, results = CASES["a slab of each CTA"], []
+@pytest.mark.parametrize("ctas", [1, 2])
+def test_the_order_of_completion_changes_no_bit(on, ctas):
+    """With a slab of each cluster; dK and dV always."""
+    p, results = make(SHORT, 128, 1, 128, slabs=0, ctas=ctas), []
     for seed in range(3):
-        with on(2 * p.spec.num_heads, seed):
+        with on(2 * ctas, seed):
             results.append(gradients(p))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_neighbours_change_no_bit(on):
-    p = CASES["32 seeds, one head of 64"]
+@pytest.mark.parametrize("name", ["32 seeds, one head of 64", "clusters of two, V of many scales"])
+def test_neighbours_change_no_bit(on, name):
+    p = CASES[name]
     begins, segment = p.forward.offsets.tolist(), 2
     alone = p._replace(
         forward=part(p.forward, segment),
@@ -105,14 +110,15 @@ def test_neighbours_change_no_bit(on):
         together = gradients(p)
     with on(1):
         single = gradients(alone)
-    for name in ("dk", "dv"):
-        whole = getattr(together, name)[begins[segment] : begins[segment + 1]]
-        assert torch.equal(whole, getattr(single, name)), name
+    for which in ("dk", "dv"):
+        whole = getattr(together, which)[begins[segment] : begins[segment + 1]]
+        assert torch.equal(whole, getattr(single, which)), which
 
 
-def test_nan_of_an_element_goes_where_the_reference_has_it(on):
+@pytest.mark.parametrize("ctas", [1, 2])
+def test_nan_of_an_element_goes_where_the_reference_has_it(on, ctas):
     """A NaN in K, V, Q or dO; in rows of dK and dV, in dQ, and nowhere else."""
-    p = make((40, 129, 33), 128, 1, 64)
+    p = make((40, 129, 33), 128, 1, 64, ctas=ctas)
     begins = p.forward.offsets.tolist()
     places = {"k": (begins[1] + 100, 5), "v": (begins[2] + 3, 7)}
     for name, place in places.items():
@@ -128,15 +134,16 @@ def test_nan_of_an_element_goes_where_the_reference_has_it(on):
     assert actual.dv[begins[1] : begins[2], 3].isnan().all()
 
 
-def test_no_events_at_all(on):
+@pytest.mark.parametrize("ctas", [1, 2])
+def test_no_events_at_all(on, ctas):
     for lengths in ((0, 0, 0), ()):
-        p = make(lengths, 128, 1, 64)
-        with on(1):
+        p = make(lengths, 128, 1, 64, ctas=ctas)
+        with on(2):
             result = gradients(p)
         assert all((each == 0).all() for each in result)
 
 
 def test_choices_reach_the_configuration():
-    p = make((1,), 128, 1, 200, stages=2, q_is_resident=False, slabs=7)
+    p = make((1,), 128, 1, 200, stages=2, q_is_resident=False, slabs=7, ctas=2)
     config = choose_config(p.spec, SM90, **p.choices)
-    assert (config.stages, config.q_is_resident, config.slabs) == (2, False, 7)
+    assert (config.stages, config.q_is_resident, config.slabs, config.ctas) == (2, False, 7, 2)

@@ -10,13 +10,15 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32
 from quack.reduce import warp_reduce
 
 from pma.kernels.attention_backward.hopper_operands import Gradient, HopperBackwardOperands, Shared
-from pma.kernels.attention_backward.hopper_spec import COMPUTE_WARPS, DS_LOG2, TILES, HopperBackwardSpec
+from pma.kernels.attention_backward.hopper_spec import COMPUTE_WARPS
+from pma.kernels.attention_backward.hopper_tiles import HopperTiles
 from pma.kernels.blocks.block_quantize import clear_unused_scales, store_compact_scales
 from pma.kernels.blocks.block_scales import inverse_scale, max_magnitude, power_of_two, scale_byte
 from pma.kernels.blocks.byte_transpose import permuted
-from pma.kernels.blocks.memory import clear_rows, store_words
+from pma.kernels.blocks.memory import clear_bytes, clear_rows, store_words
 from pma.kernels.blocks.quad_transpose import transpose_quad
 from pma.kernels.blocks.row_tiles import RowTile
+from pma.kernels.blocks.segments import first_slot
 from pma.kernels.blocks.warpgroup_product import COLUMN_GROUP, LANE_ROWS, WARP_ROWS
 from pma.layouts import BLOCK
 from pma.layouts.mxfp8 import SCALE_NAN
@@ -25,22 +27,10 @@ FIRST_BARRIER = 2  # named, of the computing warpgroups
 FIRST_WARP = 4  # that computes
 
 
-class HopperGradients:
+class HopperGradients(HopperTiles):
     """What the computing warps do when all steps of a tile are done."""
 
-    spec: HopperBackwardSpec
-    head_dim: int
     softmax_scale: float
-
-    @cute.jit
-    def head(self) -> Int32:
-        block, _, _ = cute.arch.block_idx()
-        return block % self.spec.num_heads
-
-    @cute.jit
-    def ds_log2(self, shared: Shared, turn: Int32) -> Int32:
-        """log2 of dS's scale for this CTA's tile number `turn`, once it is published."""
-        return Int32(shared.facts[DS_LOG2, turn % TILES])
 
     @cute.jit
     def store_gradients(self, o: HopperBackwardOperands, shared: Shared, sums, known):
@@ -110,16 +100,8 @@ class HopperGradients:
         store_compact_scales(out.scales, rows, word, (row_block, self.head() * blocks, blocks))
 
     @cute.jit
-    def store_absent_scales(self, o: HopperBackwardOperands, rows: RowTile):
-        """Fill the spare compact slot of an empty segment."""
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_WARP
-        if warp == 0:
-            self.store_scales(o.dv, rows, Uint32(0), warp)
-            self.store_scales(o.dk, rows, Uint32(0), warp)
-
-    @cute.jit
     def clear_outside(self, o: HopperBackwardOperands):
-        """Zero the payload and the scale slots in front of the first segment and behind the last."""
+        """Zero the payload and the scale slots in front of the first segment and behind the last, and empty ones'."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -130,3 +112,9 @@ class HopperGradients:
             for begin, end in ((Int32(0), head), (tail, cute.size(out.data, mode=[0]))):
                 clear_rows(out.data, begin, end, (self.spec.columns, worker, workers))
             clear_unused_scales(out.scales, o.offsets, (worker, workers))
+        blocks = self.spec.columns // BLOCK
+        for segment in cutlass.range(worker, cute.size(o.offsets, mode=[0]) - 1, workers, unroll=1):
+            if o.offsets[segment] == o.offsets[segment + 1]:
+                place = Int64(first_slot(o.offsets, segment, BLOCK)) * blocks
+                for out in (o.dk, o.dv):
+                    clear_bytes(out.scales, place, place + blocks, Int32(0), Int32(1))

@@ -56,10 +56,11 @@ class Shared(NamedTuple):
     q_transposed: cute.Pointer  # of each buffer of Qᵀ: reduce → compute
     k: Ring  # once a tile: loads → compute, reduce
     v: Ring  # once a tile: loads → compute
-    scale_full: cute.Pointer  # of each slot of facts: dS's scale is known: norms → compute, reduce
+    k_transposed: cute.Pointer  # once a tile, in a cluster: the other's reduce → reduce
+    scale_full: cute.Pointer  # of each slot of facts: dS's scale is there: norms, of both CTAs → compute, reduce
     step: Ring  # loads → compute, and reduce where Q travels too
-    ds: Ring  # compute → reduce
-    facts: cute.Tensor  # [16, 2] words: `TileFacts`, and log2 of dS's scale behind
+    ds: Ring  # compute → reduce, in a cluster from both to both
+    facts: cute.Tensor  # [16, 2] words: `TileFacts`, behind them log2 of dS's scale and the other's unit of dQ
     maxima: cute.Tensor  # [2, 8, 2] float32: largest dV and dK of a warp's 16 events; by turn
     norms: cute.Tensor  # [2, 2] float32: largest |V| of a warp's 64 events; by turn
     records: cute.Tensor  # [68, stages] words
@@ -67,10 +68,10 @@ class Shared(NamedTuple):
     q_transposed_bytes: cute.Tensor  # [64·D, buffers]
     k_bytes: cute.Tensor  # [128·D]
     v_bytes: cute.Tensor  # [128·D]
-    k_transposed_bytes: cute.Tensor  # [128·D]
+    k_transposed_bytes: cute.Tensor  # [128·D]: halves of the columns; in a cluster one, of both CTAs' events
     dout_bytes: cute.Tensor  # [64·D, stages]
     dout_transposed_bytes: cute.Tensor  # [64·D, stages]
-    ds_bytes: cute.Tensor  # [64·128, 2]: a row of 128 events for each seed
+    ds_bytes: cute.Tensor  # [64·128·ctas, 2 / ctas]: of each 16 events 16 bytes for each seed
 
 
 class TileFacts(NamedTuple):

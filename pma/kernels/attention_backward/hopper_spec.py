@@ -20,7 +20,8 @@ COMPUTE_WARPS, REDUCE_WARPS, NORM_WARPS = 4 * WARPGROUPS, 4, 2
 RECORD_WORDS = 68  # of a step's seeds: pairs of fp16 for shift and δ, two scales of Q, two words that fill up
 SUMMARY_WORDS = 4  # of a segment and head, see `seed_statistics.py`
 TILES = 2  # of a CTA announced at once
-FACT_WORDS, DS_LOG2 = 16, 12  # of a tile; the place of log2 of dS's scale, behind its facts
+FACT_WORDS = 16  # of a tile
+DS_LOG2, PEER_UNIT = 12, 13  # behind its facts: log2 of dS's scale; of the unit of dQ of the cluster's other CTA
 MAX_SLABS = 4  # of dQ for each head
 BOOKKEEPING_BYTES = 1024  # barriers, found tiles, maxima, beside rounding up
 FP16_MAX = 65504.0
@@ -57,12 +58,18 @@ class HopperBackwardConfig:
     Attributes:
         stages: steps in flight.
         q_is_resident: all seeds stay in shared memory, else they travel with the steps.
-        slabs: fp32 or fp16 sums of dQ for each head that CTAs share, 0 for one of each CTA (deterministic).
+        slabs: fp32 or fp16 sums of dQ for each head that clusters share, 0 for one of each (deterministic).
+        ctas: of a cluster; two share dQ, which each adds for half of the columns.
     """
 
     stages: int
     q_is_resident: bool
     slabs: int
+    ctas: int
+
+    @property
+    def ds_buffers(self) -> int:
+        return 2 // self.ctas  # as many bytes for one CTA as for a cluster, whose dS is twice as large
 
     @property
     def threads(self) -> int:
@@ -84,8 +91,10 @@ def choose_config(
     """The seeds stay if they fit beside two steps; up to 4 steps in flight. `choices` are fields that are given."""
     for resident, least in ((True, 2), (False, 2)):
         for stages in (4, 3, 2):
-            config = HopperBackwardConfig(stages, resident, 0 if is_deterministic else MAX_SLABS)
+            config = HopperBackwardConfig(stages, resident, 0 if is_deterministic else MAX_SLABS, ctas=1)
             config = HopperBackwardConfig(**vars(config) | choices)  # type: ignore[arg-type]
+            if config.ctas > 1 and not (spec.is_shared and spec.head_dim == 2 * STEP):
+                raise ValueError(f"ctas must be 1 but for shared seeds and heads of {2 * STEP}, got {config.ctas}")
             fits = config.shared_bytes(spec) <= facts.shared_bytes_per_block
             if fits and stages >= least and (spec.is_shared or not config.q_is_resident):
                 return config

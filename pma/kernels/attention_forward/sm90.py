@@ -61,8 +61,10 @@ from pma.kernels.blocks.warpgroup_product import (
     WARP_ROWS,
     accumulators,
     fp8_product,
+    group_layout,
     multiply,
     operand_registers,
+    with_layout,
 )
 from pma.kernels.compile import CUTE_DTYPES, aligned, cached, compile_for, fake_tensor
 from pma.kernels.device_facts import device_facts, num_multiprocessors
@@ -116,9 +118,8 @@ class HopperForward(SharesOfCtas):
         return cute.tile_to_shape(atom, (TILE, self.spec.head_dim, self.config.stages), order=(0, 1, 2))
 
     def v_layout(self):
-        """Of the tiles of Vᵀ: a group of 16 tokens behind the other, in it a row of 16 bytes behind the other."""
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_INTER, Float8E4M3FN)
-        return cute.tile_to_shape(atom, (self.spec.v_rows, TILE, self.config.stages), order=(0, 1, 2))
+        """Of the tiles of Vᵀ."""
+        return group_layout(self.spec.v_rows, TILE, self.config.stages)
 
     @cute.kernel
     def kernel(self, o: HopperForwardOperands, k_atom: cute.CopyAtom, k_rows: cute.Tensor):
@@ -188,9 +189,7 @@ class HopperForward(SharesOfCtas):
     def load(self, o: HopperForwardOperands, k_atom: cute.CopyAtom, k_rows: cute.Tensor, shared: Shared):
         share, head_dim, ctas = self.share(), self.spec.head_dim, self.config.ctas
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if const_expr(ctas > 1) else Int32(0)
-        tiles = cute.make_tensor(
-            cute.recast_ptr(shared.k_bytes.iterator, self.k_layout().inner, dtype=Float8E4M3FN), self.k_layout().outer
-        )
+        tiles = with_layout(shared.k_bytes, self.k_layout())
         stage, parity, turn = Int32(0), Int32(1), Int32(0)
         work = self.work(o, turn)
         while work.steps > 0:  # empty segments are the last
@@ -325,12 +324,8 @@ class HopperForward(SharesOfCtas):
         share, config = self.share(), self.config
         score_product = fp8_product(TILE, self.scores.dtype)
         out_product = fp8_product(self.spec.v_rows, Float32)
-        k_tiles = cute.make_tensor(
-            cute.recast_ptr(shared.k_bytes.iterator, self.k_layout().inner, dtype=Float8E4M3FN), self.k_layout().outer
-        )
-        v_tiles = cute.make_tensor(
-            cute.recast_ptr(shared.v_bytes.iterator, self.v_layout().inner, dtype=Float8E4M3FN), self.v_layout().outer
-        )
+        k_tiles = with_layout(shared.k_bytes, self.k_layout())
+        v_tiles = with_layout(shared.v_bytes, self.v_layout())
         k = score_product.get_slice(0).make_fragment_B(score_product.get_slice(0).partition_B(k_tiles))
         v = out_product.get_slice(0).make_fragment_B(out_product.get_slice(0).partition_B(v_tiles))
         own = self.registers(score_product, out_product)

@@ -78,6 +78,13 @@ def bulk_load(
 
 
 @cute.jit
+def bulk_send(shared: cute.Pointer, num_bytes: cutlass.Constexpr[int], full: cute.Pointer, rank: Int32):
+    """Copy shared memory to the same place in another CTA of the cluster, whose barrier is told; call in one thread."""
+    target, barrier = (primitives.mapa(each.to_llvm_ptr(), rank) for each in (shared, full))
+    primitives.cp_async_bulk_shared_cluster_shared_cta(target, shared.to_llvm_ptr(), barrier, num_bytes)
+
+
+@cute.jit
 def meet(ctas: cutlass.Constexpr[int]):
     """Wait for all threads of the CTA, or of a cluster of several."""
     if cutlass.const_expr(ctas > 1):

@@ -65,6 +65,18 @@ def multiply(
     warpgroup.commit_group()
 
 
+def group_layout(rows: int, columns: int, buffers: int):
+    """Shared-memory layout of rows K-major: of each 16 columns 16 bytes of every row, one row behind the other."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_INTER, Float8E4M3FN)
+    return cute.tile_to_shape(atom, (rows, columns, buffers), order=(0, 1, 2))
+
+
+@cute.jit
+def with_layout(data: cute.Tensor, layout) -> cute.Tensor:
+    """Bytes of shared memory as E4M3."""
+    return cute.make_tensor(cute.recast_ptr(data.iterator, layout.inner, dtype=Float8E4M3FN), layout.outer)
+
+
 @cute.jit
 def settle(values: cute.Tensor):
     """Have these fp32 values computed before the next products are issued, whatever the compiler would rather do.

@@ -47,7 +47,15 @@ from pma.kernels.blocks.row_tiles import (
     announce_row_tiles,
     next_row_tile,
 )
-from pma.kernels.blocks.warpgroup_product import COLUMN_GROUP, LANE_ROWS, accumulators, fp8_product, multiply, settle
+from pma.kernels.blocks.warpgroup_product import (
+    COLUMN_GROUP,
+    LANE_ROWS,
+    accumulators,
+    fp8_product,
+    multiply,
+    settle,
+    with_layout,
+)
 from pma.kernels.compile import aligned, cached, compile_for, fake_tensor
 from pma.kernels.device_facts import device_facts, num_multiprocessors
 from pma.kernels.projection.hopper_epilogues import QuantizeEpilogue, StoreEpilogue, place_of_thread
@@ -111,7 +119,7 @@ class HopperProjection:
     @cute.jit
     def tiles_of(self, shared_bytes: cute.Tensor, rows: cutlass.Constexpr[int]) -> cute.Tensor:
         layout = self.tiles(rows, cute.size(shared_bytes) // (rows * TILE))
-        return cute.make_tensor(cute.recast_ptr(shared_bytes.iterator, layout.inner, dtype=Float8E4M3FN), layout.outer)
+        return with_layout(shared_bytes, layout)
 
     @cute.kernel
     def kernel(self, o: HopperProjectionOperands, loads: Loads):

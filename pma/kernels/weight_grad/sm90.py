@@ -53,6 +53,7 @@ from pma.kernels.blocks.warpgroup_product import (
     accumulators,
     multiply,
     operand_registers,
+    with_layout,
 )
 from pma.kernels.compile import aligned, cached, compile_for, fake_tensor
 from pma.kernels.device_facts import device_facts, num_multiprocessors
@@ -256,8 +257,7 @@ class HopperWeightGrad:
         column, row, num_rows = place
         ragged = offset_ragged_tensor(tensor, row, num_rows, ragged_dim=1)
         source = cute.local_tile(ragged, (SLAB, TOKENS), (column, 0))
-        layout = self.slab_layout()
-        tile = cute.make_tensor(cute.recast_ptr(target.iterator, layout.inner, dtype=Float8E4M3FN), layout.outer)
+        tile = with_layout(target, self.slab_layout())
         to, of = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(tile, 0, 2), cute.group_modes(source, 0, 2)
         )
