@@ -59,8 +59,9 @@ class HopperReduction(HopperTiles):
                 self.wait_for_scale(shared, turn)
                 unit = self.dq_unit(shared, facts, turn)
                 if const_expr(ctas > 1):
-                    cute.arch.mbarrier_wait(shared.ds.empty, ds_parity ^ 1)  # the other has done with the tile before
-                self.barrier()  # all have done with the tile before
+                    cute.arch.mbarrier_wait(shared.ds.empty, ds_parity ^ 1)  # both have done with the tile before
+                else:
+                    self.barrier()  # all have done with the tile before
                 self.transpose_k(shared, facts, unit + self.ds_log2(shared, turn))
                 arrive(shared.k.empty)
                 self.barrier()
