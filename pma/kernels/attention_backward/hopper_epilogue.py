@@ -13,7 +13,7 @@ from pma.kernels.attention_backward.hopper_operands import Gradient, HopperBackw
 from pma.kernels.attention_backward.hopper_spec import COMPUTE_WARPS
 from pma.kernels.attention_backward.hopper_tiles import HopperTiles
 from pma.kernels.blocks.block_quantize import clear_unused_scales, store_compact_scales
-from pma.kernels.blocks.block_scales import inverse_scale, max_magnitude, power_of_two, scale_byte
+from pma.kernels.blocks.block_scales import max_magnitude, power_of_two, scale_byte
 from pma.kernels.blocks.byte_transpose import permuted
 from pma.kernels.blocks.memory import clear_bytes, clear_rows, store_words
 from pma.kernels.blocks.quad_transpose import transpose_quad
@@ -21,7 +21,7 @@ from pma.kernels.blocks.row_tiles import RowTile
 from pma.kernels.blocks.segments import first_slot
 from pma.kernels.blocks.warpgroup_product import COLUMN_GROUP, LANE_ROWS, WARP_ROWS
 from pma.layouts import BLOCK
-from pma.layouts.mxfp8 import SCALE_NAN
+from pma.layouts.mxfp8 import SCALE_NAN, SCALE_ONE
 
 FIRST_BARRIER = 2  # named, of the computing warpgroups
 FIRST_WARP = 4  # that computes
@@ -38,18 +38,18 @@ class HopperGradients(HopperTiles):
         facts, turn, q_log2 = known
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_WARP
         count = facts.rows.num_rows - warp * WARP_ROWS - cute.arch.lane_idx() // 4  # rows from the lane's first on
-        of_dk = power_of_two(q_log2 - self.ds_log2(shared, turn)) * self.softmax_scale
-        factors = (power_of_two(-facts.x), of_dk)
+        units = ((-facts.x, 1.0), (q_log2 - self.ds_log2(shared, turn), self.softmax_scale))
         maxima = shared.maxima[None, None, turn % 2]
         for which in cutlass.range_constexpr(2):
             bits = Int32(self.amax(sums[which], count).bitcast(Uint32))  # of magnitudes, NaN the greatest
-            maxima[which, warp] = Uint32(warp_reduce(bits, cutlass.max)).bitcast(Float32) * factors[which]
+            largest, (log2, factor) = Uint32(warp_reduce(bits, cutlass.max)).bitcast(Float32), units[which]
+            maxima[which, warp] = largest * (power_of_two(log2) * factor)
         cute.arch.barrier(barrier_id=FIRST_BARRIER + warp // 4, number_of_threads=128)
         for which in cutlass.range_constexpr(2):
             amax = max_magnitude(maxima[which, warp], maxima[which, warp ^ 1])
             byte = scale_byte(amax.bitcast(Uint32))
             out = (o.dv, o.dk)[which]
-            self.store_rows(out, sums[which], (facts.rows, count, warp), (factors[which], byte))
+            self.store_rows(out, sums[which], (facts.rows, count, warp), (*units[which], byte))
             if warp % 2 == 0:
                 self.store_scales(out, facts.rows, Uint32(byte) * Uint32(0x01010101), warp // 2)
 
@@ -68,12 +68,12 @@ class HopperGradients(HopperTiles):
 
     @cute.jit
     def store_rows(self, out: Gradient, sums: cute.Tensor, place, scale):
-        """Cast and store. place: (tile, rows from the lane's first on, warp); scale: (factor, scale byte).
+        """Cast and store. place: (tile, rows from the lane's first on, warp).
 
-        The factor times the inverse scale could overflow where all values are 0.
+        scale: (log2 and factor of the unit of the sums, scale byte). The quotient is within fp32, or all values are 0.
         """
-        (rows, count, warp), (factor, byte), lane = place, scale, cute.arch.lane_idx()
-        inverse = inverse_scale(byte)
+        (rows, count, warp), (log2, factor, byte), lane = place, scale, cute.arch.lane_idx()
+        in_scale = power_of_two(log2 + SCALE_ONE - byte) * factor
         values = cute.make_tensor(sums.iterator, cute.make_layout((2, LANE_ROWS, self.head_dim // COLUMN_GROUP)))
         four, payload = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, Float8E4M3FN)
         words = cute.make_rmem_tensor(4, Uint32)
@@ -83,7 +83,7 @@ class HopperGradients(HopperTiles):
             for piece in cutlass.range_constexpr(self.head_dim // 64):
                 for word in cutlass.range_constexpr(4):
                     for i in cutlass.range_constexpr(4):
-                        four[i] = values[i % 2, r, 8 * piece + 2 * word + i // 2] * factor * inverse
+                        four[i] = values[i % 2, r, 8 * piece + 2 * word + i // 2] * in_scale
                     payload.store(four.load().to(Float8E4M3FN))  # saturates
                     words[word] = Uint32(0) if byte == SCALE_NAN else Uint32(cute.recast_tensor(payload, Uint32)[0])
                 transpose_quad(words)
