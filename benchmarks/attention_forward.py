@@ -44,7 +44,6 @@ VARIANTS: dict[str, tuple[dict, dict]] = {
     "promotion-16": ({}, {"promotion": 16}),
     "fp32-scores": ({}, {"scores": "fp32"}),
     "3-stages": ({}, {"stages": 3}),
-    "narrow-stores": ({}, {"wide_stores": False}),
     "optimistic": ({}, {"optimistic": True}),
     "more-headroom": (HEADROOM, {}),
     "optimistic-more-headroom": (HEADROOM, {"optimistic": True}),

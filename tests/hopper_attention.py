@@ -178,7 +178,6 @@ CASES = {
     "V with a mean": make_problem((700, 300), 128, 1, 128, magnitudes=Magnitudes(v_mean=1.0), promotion=2),
     "V of many scales": make_problem((300, 200), 128, 1, 128, magnitudes=Magnitudes(v=2.0)),
     "bf16": make_problem(SHORT, 128, 1, 200, dtypes=(torch.bfloat16, torch.int64)),
-    "bf16, narrow stores": make_problem((40, 0), 64, 2, 40, dtypes=(torch.bfloat16, torch.int64), wide_stores=False),
     "fp16, int32 offsets": make_problem((40,), 128, 1, 200, dtypes=(torch.float16, torch.int32)),
     "whole tiles only": make_problem((128, 256, 128, 384), 128, 1, 200),
     "steps of one tile": make_problem(STEPS_OF_ONE_TILE, 128, 1, 200),

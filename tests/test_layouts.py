@@ -244,6 +244,9 @@ def test_transposed_payload_equals_a_loop_over_tokens(lengths):
         first = int(offsets[b])
         for token in range(length):
             t, q, e = token % 16 // 8, token % 8 // 2, token % 2
-            expected[first // 16 + b + token // 16, :, 4 * q + 2 * t + e] = data[first + token]
+            for column in range(64):
+                h, of_column, j, last = column // 32, column % 32 // 8, column % 8 // 2, column % 2
+                place = 32 * h + 8 * j + 2 * of_column + last
+                expected[first // 16 + b + token // 16, place, 4 * q + 2 * t + e] = data[first + token, column]
     assert torch.equal(transpose_payload(data, offsets), expected)
     assert transpose_payload(data[:0], torch.zeros(3, dtype=torch.int64)).shape == (2, 64, 16)

@@ -1,7 +1,7 @@
 """dV and dK of a tile of events on Hopper: from accumulators to MXFP8 with one scale for a head and 32 rows.
 
-A warp holds 16 events, so two neighbouring warps share a block and exchange its maxima through shared memory. The four
-lanes of a row exchange words, so that each stores 16 neighbouring bytes.
+A warp holds 16 events, so two neighbouring warps share a block and exchange its maxima through shared memory. Of each
+32 columns a lane has eight neighbouring ones: those of dOᵀ and Qᵀ are permuted (`pma/layouts/transposed.py`).
 """
 
 import cutlass
@@ -14,9 +14,7 @@ from pma.kernels.attention_backward.hopper_spec import COMPUTE_WARPS
 from pma.kernels.attention_backward.hopper_tiles import HopperTiles
 from pma.kernels.blocks.block_quantize import clear_unused_scales, store_compact_scales
 from pma.kernels.blocks.block_scales import max_magnitude, power_of_two, scale_byte
-from pma.kernels.blocks.byte_transpose import permuted
 from pma.kernels.blocks.memory import clear_bytes, clear_rows, store_words
-from pma.kernels.blocks.quad_transpose import transpose_quad
 from pma.kernels.blocks.row_tiles import RowTile
 from pma.kernels.blocks.segments import first_slot
 from pma.kernels.blocks.warpgroup_product import COLUMN_GROUP, LANE_ROWS, WARP_ROWS
@@ -74,25 +72,21 @@ class HopperGradients(HopperTiles):
         """
         (rows, count, warp), (log2, factor, byte), lane = place, scale, cute.arch.lane_idx()
         in_scale = power_of_two(log2 + SCALE_ONE - byte) * factor
+        mask = Uint32(0) if byte == SCALE_NAN else Uint32(0xFFFFFFFF)
         values = cute.make_tensor(sums.iterator, cute.make_layout((2, LANE_ROWS, self.head_dim // COLUMN_GROUP)))
-        four, payload = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, Float8E4M3FN)
-        words = cute.make_rmem_tensor(4, Uint32)
+        eight, payload = cute.make_rmem_tensor(8, Float32), cute.make_rmem_tensor(8, Float8E4M3FN)
+        words = cute.recast_tensor(payload, Uint32)
         for r in cutlass.range_constexpr(LANE_ROWS):
             row = Int64(rows.first_row + warp * WARP_ROWS + lane // 4 + 8 * r)
-            start = row * self.spec.columns + self.head() * self.head_dim + 16 * (lane % 4)
-            for piece in cutlass.range_constexpr(self.head_dim // 64):
-                for word in cutlass.range_constexpr(4):
-                    for i in cutlass.range_constexpr(4):
-                        four[i] = values[i % 2, r, 8 * piece + 2 * word + i // 2] * in_scale
-                    payload.store(four.load().to(Float8E4M3FN))  # saturates
-                    words[word] = Uint32(0) if byte == SCALE_NAN else Uint32(cute.recast_tensor(payload, Uint32)[0])
-                transpose_quad(words)
-                ordered = cute.make_rmem_tensor(4, Uint32)
-                for word in cutlass.range_constexpr(4):
-                    first, selector = 2 * (word % 2), (0x5410, 0x7632)[word // 2]
-                    ordered[word] = permuted(words[first], words[first + 1], selector)
-                if count > 8 * r:
-                    store_words(out.data, start + 64 * piece, ordered)
+            start = row * self.spec.columns + self.head() * self.head_dim + 8 * (lane % 4)
+            if count > 8 * r:
+                for piece in cutlass.range_constexpr(self.head_dim // 32):
+                    for i in cutlass.range_constexpr(8):
+                        eight[i] = values[i % 2, r, 4 * piece + i // 2] * in_scale
+                    payload.store(eight.load().to(Float8E4M3FN))  # saturates
+                    for word in cutlass.range_constexpr(2):
+                        words[word] &= mask
+                    store_words(out.data, start + 32 * piece, words)
 
     @cute.jit
     def store_scales(self, out: Gradient, rows: RowTile, word: Uint32, row_block: Int32):

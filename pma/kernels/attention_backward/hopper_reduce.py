@@ -22,7 +22,7 @@ from pma.kernels.blocks.memory import add_vector, element_pointer
 from pma.kernels.blocks.ring import arrive, next_stage
 from pma.kernels.blocks.warpgroup_product import accumulators, fp8_product, group_layout, multiply, with_layout
 from pma.layouts import BLOCK
-from pma.layouts.transposed import GROUP
+from pma.layouts.transposed import GROUP, permuted_column
 
 FIRST_REDUCE_WARP = 12
 REDUCE_BARRIER = 1  # named; 2 and 3 are the epilogue's
@@ -168,7 +168,8 @@ class HopperReduction(HopperTiles):
             words = self.transposed_words(source, group * GROUP, pair, GROUPS)
             for index in cutlass.range_constexpr(WORD):
                 column = BLOCK * pair + 16 * (index // 2) + 2 * (lane // 4) + index % 2
-                target[(group * self.head_dim + column) * WORD + lane % 4] = scaled_bytes(words[index], factor)
+                row = group * self.head_dim + permuted_column(column)
+                target[row * WORD + lane % 4] = scaled_bytes(words[index], factor)
         cute.arch.fence_proxy("async.shared", space="cta")
         arrive(shared.q_transposed + buffer)
 

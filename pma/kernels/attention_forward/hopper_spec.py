@@ -49,7 +49,6 @@ class HopperForwardConfig:
         promotion: KV tiles after which O moves to fp32 sums in shared memory, 0 for never.
         scores: type of the accumulators of Q Kᵀ.
         exact_lse: lse is that of P before its cast, not of the sum that O is divided by.
-        wide_stores: lanes exchange results of 16 bits, so that each stores 16 bytes.
         optimistic: exponentials do not wait for the tile's maximum; P is lowered where it moves. Only with fp16 scores.
     """
 
@@ -58,7 +57,6 @@ class HopperForwardConfig:
     promotion: int
     scores: Literal["fp16", "fp32"]
     exact_lse: bool
-    wide_stores: bool
     optimistic: bool
 
     @property
@@ -92,7 +90,7 @@ def choose_config(spec: HopperForwardSpec, facts: DeviceFacts, **choices: object
     scores = choices.get("scores", "fp16" if fits_fp16(spec) else "fp32")
     defaults = {
         "stages": 0, "ctas": 1, "promotion": 8, "scores": scores,
-        "exact_lse": True, "wide_stores": True, "optimistic": False,
+        "exact_lse": True, "optimistic": False,
     }  # fmt: skip
     config = HopperForwardConfig(**defaults | choices)  # type: ignore[arg-type]
     if spec.seed_tiles % config.ctas:

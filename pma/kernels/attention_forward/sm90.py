@@ -53,7 +53,6 @@ from pma.kernels.attention_forward.scores import BLOCKS, FloatScores, HalfScores
 from pma.kernels.attention_forward.shares import Attended, Share, SharesOfCtas, Work, empty_results, work_by_length
 from pma.kernels.blocks.block_scales import block_scale
 from pma.kernels.blocks.memory import element_pointer, load_byte, store_words
-from pma.kernels.blocks.quad_transpose import transpose_quad
 from pma.kernels.blocks.ring import Ring, arrive, bulk_load, init_ring, meet, next_stage
 from pma.kernels.blocks.warpgroup_product import (
     COLUMN_GROUP,
@@ -618,25 +617,18 @@ class HopperForward(SharesOfCtas):
         """The lane's values (e, j) of a row, and the row's (lse, ⌊log2 l⌋). place: (segment, share, which row)."""
         (segment, share, r), (lse, row_sum_log2), dtype = place, state, self.out_dtype
         lane, spec = cute.arch.lane_idx(), self.spec
-        rounded = cute.make_rmem_tensor(values.layout, dtype)
+        seed, rounded = self.first_seed(share) + lane // 4 + 8 * r, cute.make_rmem_tensor(values.layout, dtype)
         rounded.store(values.load().to(dtype))
-        words, wide = cute.recast_tensor(rounded, Uint32), 1
-        if const_expr(dtype.width == 16 and self.config.wide_stores):  # eight neighbouring columns to a lane
-            wide = 4
-            words = cute.make_tensor(words.iterator, cute.make_layout((4, spec.head_dim // COLUMN_GROUP // 4)))
-            for group in cutlass.range_constexpr(cute.size(words, mode=[1])):
-                transpose_quad(words[None, group])
-        else:
-            words = cute.make_tensor(
-                words.iterator, cute.make_layout((dtype.width // 16, spec.head_dim // COLUMN_GROUP))
-            )
-        seed = self.first_seed(share) + lane // 4 + 8 * r
+        per_store = 16 // (dtype.width // 8)
+        pieces = spec.head_dim // 4 // per_store  # a lane's; its values are eight neighbouring columns of each 32
+        words = cute.make_tensor(cute.recast_ptr(rounded.iterator, dtype=Uint32), cute.make_layout((WORD, pieces)))
         if seed < spec.num_seeds:
-            start = (Int64(segment) * spec.num_seeds + seed) * spec.columns + share.head * spec.head_dim
-            start += 2 * wide * (lane % 4)
-            for piece in cutlass.range_constexpr(cute.size(words, mode=[1])):
-                offset = (start + wide * COLUMN_GROUP * piece) * (dtype.width // 8)
-                store_words(o.out, offset, words[None, piece])
+            start = (
+                (Int64(segment) * spec.num_seeds + seed) * spec.columns + share.head * spec.head_dim + 8 * (lane % 4)
+            )
+            for piece in cutlass.range_constexpr(pieces):
+                column = per_store * piece // 8 * 32 + per_store * piece % 8
+                store_words(o.out, (start + column) * (dtype.width // 8), words[None, piece])
             if lane % 4 == 0:
                 index = (Int64(segment) * spec.num_heads + share.head) * spec.num_seeds + seed
                 cute.make_tensor(element_pointer(o.lse, index, 4), cute.make_layout(1))[0] = lse

@@ -6,7 +6,7 @@ from cutlass import Int32, Int64, Uint32
 
 from pma.kernels.blocks.memory import store_words
 from pma.layouts import BLOCK
-from pma.layouts.transposed import GROUP
+from pma.layouts.transposed import GROUP, permuted_column
 
 
 @cute.jit
@@ -21,7 +21,8 @@ def store_transposed(target: cute.Tensor, payload: cute.Tensor, block, threads: 
     first_group = (first_row - local * BLOCK) // GROUP + segment + local * (BLOCK // GROUP)
     groups = (num_rows + GROUP - 1) // GROUP
     for index in cutlass.range(thread, columns * groups, threads):
-        group, column = index // columns, index % columns
+        group, place = index // columns, index % columns
+        column = permuted_column(place)
         pair_of_bytes = (column % 4) * 0x11 + 0x40  # one byte of each of two words
         tokens = cute.make_rmem_tensor(4, Uint32)
         for q in cutlass.range_constexpr(4):
@@ -29,7 +30,7 @@ def store_transposed(target: cute.Tensor, payload: cute.Tensor, block, threads: 
             first = permute_bytes(rows[0], rows[1], pair_of_bytes)
             second = permute_bytes(rows[2], rows[3], pair_of_bytes)
             tokens[q] = permute_bytes(first, second, Int32(0x5410))
-        store_words(target, (Int64(first_group + group) * columns + column) * GROUP, tokens)
+        store_words(target, (Int64(first_group + group) * columns + place) * GROUP, tokens)
 
 
 @cute.jit

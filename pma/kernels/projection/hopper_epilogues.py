@@ -30,7 +30,7 @@ from pma.kernels.projection.hopper_spec import (
 )
 from pma.layouts import BLOCK
 from pma.layouts.mxfp8 import SCALE_NAN
-from pma.layouts.transposed import GROUP
+from pma.layouts.transposed import GROUP, permuted_column
 
 HALF = TILE // 2  # columns of a tile in which each of four lanes has 16 neighbours
 HALF_GROUPS = HALF // 8  # of indices j
@@ -150,7 +150,8 @@ class QuantizeEpilogue:
                     column = column_tile * TILE + half * HALF + 8 * quarter
                     column += GROUP * (lane // 8) + 2 * (lane % 4) + lane // 4 % 2
                     if const_expr(self.spec.has_whole_tiles) or column < self.spec.out_columns:
-                        store_words(o.transposed, (Int64(group) * self.spec.out_columns + column) * GROUP, words)
+                        row = Int64(group) * self.spec.out_columns + permuted_column(column)
+                        store_words(o.transposed, row * GROUP, words)
 
     @cute.jit
     def store_nothing(self, o: HopperProjectionOperands, facts: RowTile, column_tile: Int32):
