@@ -174,7 +174,8 @@ class _Walker:
         at, begin, size, num_jumps = -1, 0, 0, 0
         for end in [*anchors, len(log)]:
             pc = int(counters[end]) if end < len(log) else -1
-            window = tuple(firsts[counters[begin:end]].tolist())
+            between = counters[begin:end]
+            window = tuple(between[firsts[between] == between].tolist())
             begin = end + 1
             path = self._path(at, pc, window)
             if path is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ptx_kernels import Launch
+from ptx_kernels import Launch, kernel_text
 from ring_kernel import PRODUCTS, Ring
 
 from benchmarks import hopper_units
@@ -165,6 +165,41 @@ def test_machine_code_executed_is_that_of_the_ptx() -> None:
         counts = [sum(n for op, n in side.items() if re.match(p, op)) for side, p in ((ptx, source), (machine, target))]
         assert counts[0] == counts[1] > 0, (source, counts)
     assert each.mapping.num_lost == 0 and each.mapping.num_jumps <= len(each.trace.logs)
+
+
+NESTED_LOOPS = """ld.param.u64 %rd1, [p0];
+mov.f32 %f1, 0f3F800000;
+mov.u32 %r1, 0;
+bar.sync 0;
+OUTER:
+mov.u32 %r2, 0;
+INNER:
+.pragma "nounroll";
+ld.global.f32 %f2, [%rd1];
+{ mov.f32 %f3, %f1; mov.f32 %f4, %f2; fma.rn.f32 %f1, %f3, %f4, %f4; }
+add.u64 %rd1, %rd1, 4;
+add.u32 %r2, %r2, 1;
+setp.lt.u32 %p1, %r2, 4;
+@%p1 bra INNER;
+sqrt.approx.f32 %f1, %f1;
+add.u32 %r1, %r1, 1;
+setp.lt.u32 %p1, %r1, 2;
+@%p1 bra OUTER;
+bar.sync 0;
+st.global.f32 [%rd1], %f1;
+ret;"""
+
+
+def test_loops_without_anchors_are_walked_as_often_as_their_ptx() -> None:
+    """A line of several statements, as inline PTX has them, of which ptxas leaves one, is executed once a turn."""
+    data, capture = np.ones(16, np.float32), Capture()
+    text = kernel_text(NESTED_LOOPS, [data], target="sm_90a")
+    launch = Launch({"p0": int(data.ctypes.data).to_bytes(8, "little")})
+    Grid(Program(parse_kernel(text, "kernel"), decode_system), launch, Options(monitor=capture), num_sms=1).run()
+    each = Timeline(capture.take("kernel", text))
+    ptx, machine = executed(each.trace, each.mapping)
+    assert ptx["ld.global.f32"] == 8
+    assert sum(count for opcode, count in machine.items() if opcode.startswith("LDG")) == 8
 
 
 def test_every_anchor_of_a_ring_is_found() -> None:
