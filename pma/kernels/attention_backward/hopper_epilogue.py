@@ -6,7 +6,8 @@ A warp holds 16 events, so two neighbouring warps share a block and exchange its
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import warpgroup
 from quack.reduce import warp_reduce
 
 from pma.kernels.attention_backward.hopper_operands import Gradient, HopperBackwardOperands, Shared
@@ -39,6 +40,8 @@ class HopperGradients(HopperTiles):
         units = ((-facts.x, 1.0), (q_log2 - self.ds_log2(shared, turn), self.softmax_scale))
         maxima = shared.maxima[None, None, turn % 2]
         for which in cutlass.range_constexpr(2):
+            if const_expr(which == 1):
+                warpgroup.wait_group(0)  # the last product of dK; dV's is done
             bits = Int32(self.amax(sums[which], count).bitcast(Uint32))  # of magnitudes, NaN the greatest
             largest, (log2, factor) = Uint32(warp_reduce(bits, cutlass.max)).bitcast(Float32), units[which]
             maxima[which, warp] = largest * (power_of_two(log2) * factor)

@@ -384,7 +384,6 @@ class HopperBackward(HopperReduction, HopperGradients):
                     arrive(shared.step.empty + stage)
                     stage, parity = next_stage(stage, parity, config.stages)
                 waits_for_q = False
-                warpgroup.wait_group(0)
                 if const_expr(not self.spec.is_shared):
                     q_log2 = self.largest_q(o, rows.segment)
                 self.store_gradients(o, shared, (own.dv, own.dk), (facts, turn, q_log2))
